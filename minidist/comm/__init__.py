@@ -1,1 +1,1 @@
-"""Moving bytes: transports below, groups and their collectives above."""
+"""Communication: the transports, and the groups and collectives that use them."""

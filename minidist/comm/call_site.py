@@ -1,10 +1,10 @@
-"""The line of the program that made a call: the part of an error message that sends the reader to
-the right place.
+"""The line of the program that made a call: error messages show it, so that the reader finds the
+place.
 
-A program enters this package by an entry: a public method of Group, or of the handle of a call
-under way. Entries register their code objects here (`@entries`), so nothing depends on the names of
-files. A place is "file:line" of the frame that called the outermost entry. Cost: about 1 µs. A
-thread that has called no entry is told by its frames' modules (`in_program`).
+A program enters this package through an entry: a public method of Group, or of the handle of a
+started call. Entries register their code objects here (`@entries`), so nothing depends on the names
+of files. A place is "file:line" of the frame that called the outermost entry. Cost: about 1 µs. If
+a thread has called no entry, the modules of its frames decide (`in_program`).
 """
 
 import gc
@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 from typing import TypeVar
 
 _LONGEST = 200
-_ENTRIES: dict[int, CodeType] = {}  # by id: the hash of a code object is computed anew each time
+_ENTRIES: dict[int, CodeType] = {}  # by id: the hash of a code object is computed at every use
 # by id and instruction; the code is kept, so its id is, too
 _PLACES: dict[tuple[int, int], tuple[str, CodeType]] = {}
 _MOST_PLACES = 1000
@@ -25,7 +25,7 @@ C = TypeVar("C", bound=type)
 
 
 def entries(cls: C) -> C:
-    """Class decorator: the public methods are entries."""
+    """Register the public methods of a class as entries (class decorator)."""
     for name, method in vars(cls).items():
         if inspect.isfunction(method) and not name.startswith("_"):
             _ENTRIES[id(method.__code__)] = method.__code__
@@ -33,20 +33,20 @@ def entries(cls: C) -> C:
 
 
 def place(filename: str, line: int) -> str:
-    """ "file:line"; of a very long path the end."""
+    """Return "file:line"; for a very long path only its end."""
     return f"{filename[-_LONGEST:]}:{line}"
 
 
 def caller(frame: FrameType | None = None) -> str:
-    """The place that entered this package, as seen from `frame` (default: the caller's); without an
-    entry, `frame`."""
+    """Return the place that entered this package, as seen from `frame` (default: the caller's);
+    without an entry, the place of `frame`."""
     frame = frame or sys._getframe(1)
     return _place_of(_entered_from(frame)[0] or frame)
 
 
 def caller_at(depth: int) -> str:
-    """caller(), of a function whose entry is mostly `depth` frames further out: Python makes an
-    object of each frame that is looked at, and of those between none."""
+    """Return caller() for a function whose entry is usually `depth` frames further out. Faster:
+    Python makes an object for each inspected frame, and the frames between are skipped."""
     try:
         entry = sys._getframe(depth + 1)
     except ValueError:  # fewer frames
@@ -58,8 +58,8 @@ def caller_at(depth: int) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """The place that entered this package, in the traceback of `error`; without an entry, where it
-    was raised."""
+    """Return the place that entered this package, in the traceback of `error`; without an entry,
+    the line that raised it."""
     found = "an unknown place"
     trace = error.__traceback__
     while trace is not None and id(trace.tb_frame.f_code) not in _ENTRIES:
@@ -69,9 +69,9 @@ def raised_at(error: BaseException) -> str:
 
 
 def in_program(frame: FrameType) -> bool:
-    """Whether the frame's module is the program's own: neither of this package, but for its
-    lessons, nor of Python."""
-    # knows the module's name where `python -m` calls it __main__
+    """Return whether the frame's module belongs to the program: not to Python, and not to this
+    package except its lessons."""
+    # __spec__ has the module's name where `python -m` calls it __main__
     spec = frame.f_globals.get("__spec__")
     name = str(getattr(spec, "name", None) or frame.f_globals.get("__name__"))
     top = name.partition(".")[0]
@@ -80,10 +80,10 @@ def in_program(frame: FrameType) -> bool:
 
 
 def frames() -> dict[int, FrameType]:
-    """The innermost frame of every thread.
+    """Return the innermost frame of every thread.
 
-    The garbage collector rests meanwhile: what it does inside sys._current_frames() can need a lock
-    that Python holds there, and then every thread stops for good (CPython's issue 106883; seen on
+    The garbage collector is off meanwhile: inside sys._current_frames() it can need a lock that
+    Python holds there, and then every thread stops for good (CPython's issue 106883; seen on
     3.11.7).
     """
     with _one_at_a_time:
@@ -97,9 +97,9 @@ def frames() -> dict[int, FrameType]:
 
 
 def doing(thread: int | None) -> str:
-    """What a rank's thread is in the middle of: "all_reduce at train.py:40", or "train.py:40"
-    outside an entry."""
-    # no name for a frame that may be ours
+    """Return the current call and line of a rank's thread: "all_reduce at train.py:40", or
+    "train.py:40" outside an entry."""
+    # no name for a frame that may belong to this package
     return "its last line" if thread is None else _told(frames().get(thread))
 
 
@@ -115,8 +115,8 @@ def _told(innermost: FrameType | None) -> str:
 
 
 def _entered_from(frame: FrameType | None) -> tuple[FrameType | None, str]:
-    """The frame that called the nearest entry outwards, and that entry's name; one entry may call
-    another."""
+    """Return the program's frame that called the outermost entry, and that entry's name; "" without
+    an entry."""
     while frame is not None and id(frame.f_code) not in _ENTRIES:
         frame = frame.f_back
     verb = ""
@@ -127,12 +127,12 @@ def _entered_from(frame: FrameType | None) -> tuple[FrameType | None, str]:
 
 
 def _place_of(frame: FrameType) -> str:
-    """The place of a frame: remembered, because Python searches a table for the line of an
+    """Return the place of a frame; cached, because Python searches a table for the line of an
     instruction."""
     code = frame.f_code
     found = _PLACES.get((id(code), frame.f_lasti))
     if found is None:
-        if len(_PLACES) >= _MOST_PLACES:  # a program that makes code all the time
+        if len(_PLACES) >= _MOST_PLACES:  # a program that creates code objects all the time
             _PLACES.clear()
         found = _PLACES[id(code), frame.f_lasti] = place(code.co_filename, frame.f_lineno), code
     return found[0]

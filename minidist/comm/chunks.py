@@ -1,4 +1,4 @@
-"""Cutting an array into one chunk a rank, as numpy.array_split does: the first n mod P chunks have
+"""Cut an array into one chunk per rank, as numpy.array_split does: the first n mod P chunks have
 one element more."""
 
 from collections.abc import Iterable, Iterator
@@ -13,30 +13,30 @@ Owner = TypeVar("Owner")
 
 @lru_cache(maxsize=256)
 def bounds(length: int, size: int) -> tuple[int, ...]:
-    """Where the `size` chunks begin and the last one ends: size + 1 numbers. Remembered, as calls
-    come again."""
+    """Return the starts of the `size` chunks and the end of the last: size + 1 numbers. Cached,
+    because calls repeat."""
     short, longer = divmod(length, size)
     return tuple(rank * short + min(rank, longer) for rank in range(size + 1))
 
 
 def split(array: np.ndarray, size: int) -> list[np.ndarray]:
-    """Views of the `size` chunks along the first dim."""
+    """Return views of the `size` chunks along the first dim."""
     return [array[start:stop] for start, stop in pairwise(bounds(len(array), size))]
 
 
 def longest(length: int, size: int) -> int:
-    """Elements of the longest chunk: ceil(length / size)."""
+    """Return the number of elements of the longest chunk: ceil(length / size)."""
     return -(-length // size)
 
 
 def spans_within(
     spans: Iterable[tuple[Owner, range]], chunk: slice
 ) -> Iterator[tuple[Owner, slice, range]]:
-    """What a chunk has of parts of several owners that lie one after another.
+    """Yield the overlap of a chunk with each of several consecutive parts.
 
-    Args:    spans: (owner, which elements of it).
-    Returns: of each, also where nothing is in the chunk: (owner, its place in the chunk, which
-    elements of it).
+    Args:    spans: (owner, range of the owner's elements) of each part, in the order of the array.
+    Returns: for each part, also without overlap: (owner, the overlap's slice of the chunk, the
+    owner's elements in it).
     """
     start = 0
     for owner, part in spans:

@@ -1,15 +1,15 @@
-"""A transport's part for arrays on a GPU: collectives that leave them there, on a stream of the
-group's own.
+"""The interfaces for arrays on a GPU: collectives that keep arrays there, on the group's own
+stream.
 
     program's stream   ... x is written | e0             | e1 awaited | the result is read ...
                                           \\              /
     the group's side                       e0 awaited | work | e1                        the host does not wait
 
-Without one, arrays cross to the host and back (buffers.py). A call goes to the device if its arrays
-are on the GPU, its algorithm is `auto` or `native`, and DeviceTransport.refusal() has no reason
-against it. All ranks of a group must bring arrays of the same kind, else MismatchError. A call that
-has no side (it is staged, or its group is one rank alone) works in the program's stream, also where
-a worker carries it out (program()).
+Without them, arrays cross to the host and back (buffers.py). A call goes to the device if its
+arrays are on the GPU, its algorithm is `auto` or `native`, and DeviceTransport.refusal() returns no
+reason against it. All ranks of a group must bring arrays of the same kind, else MismatchError. A
+call without a side (it is staged, or its group has only one rank) works in the program's stream,
+also in a worker thread (program()).
 """
 
 from abc import ABC, abstractmethod
@@ -28,10 +28,9 @@ _PER_THREAD = 2  # cudaStreamPerThread
 
 
 def current_stream(cupy: Any) -> Any:
-    """The calling thread's stream, which other threads may use, too.
+    """Return the calling thread's stream, which other threads may use, too.
 
-    Raises: DeviceError for CuPy's per-thread default stream: its name means another stream in each
-    thread.
+    Raises: DeviceError for CuPy's per-thread default stream: it is another stream in each thread.
     """
     stream = cupy.cuda.get_current_stream()
     if stream.ptr == _PER_THREAD:
@@ -44,8 +43,8 @@ def current_stream(cupy: Any) -> Any:
 
 
 def program() -> AbstractContextManager[None]:
-    """The GPU and the stream of the calling thread: inside `with`, another thread works there, too;
-    or nothing."""
+    """Return a context in which another thread works on the calling thread's GPU and stream; it
+    does nothing without a GPU."""
     cupy = imported_cupy()
     if cupy is None or not cupy.is_available():
         return nullcontext()
@@ -59,57 +58,58 @@ def _working_on(device: Any, stream: Any) -> Iterator[None]:
 
 
 class SideStream(ABC):
-    """A group's own stream. Calls of the group are carried out on it, one after the other, in any
-    thread of the rank.
+    """A group's own stream. It carries out the group's calls, one after the other, in any thread of
+    the rank.
 
-    Memory: CuPy's pool hands a freed block out again at once to the stream it was allocated for. So
-    what the program gets must come from the program's stream (`allocate`); what only the work needs
-    comes from the side's.
+    Memory: CuPy's pool gives a freed block at once to the stream for which it was allocated. So
+    arrays for the program must be allocated on the program's stream (`allocate`), arrays only for
+    the work on the side's stream.
     """
 
     @abstractmethod
     def begin(self) -> Any:
-        """Note what the program's stream holds now: the call's arguments are ready behind that."""
+        """Return a mark of the current work in the program's stream; after it, the call's arguments
+        are ready."""
 
     @abstractmethod
     def carry_out(self, begun: Any, work: Callable[[], Any], keep: Any) -> tuple[Any, Any]:
-        """Run `work` with the side as the current stream, ordered behind `begun`; `keep` lives
+        """Run `work` with the side as the current stream, ordered after `begun`; keep `keep` alive
         until the GPU is done.
 
-        Returns: what the work returned, and a mark for join().
+        Returns: the result of the work, and a mark for join().
         """
 
     @abstractmethod
     def allocate(self, make: Callable[[], Array]) -> Array:
-        """Inside the work: what `make()` allocates for the program to keep."""
+        """Return `make()`, allocated for the program to keep; called inside the work."""
 
     @abstractmethod
     def join(self, done: Any) -> None:
-        """Order the current stream behind the mark. Raises: what the transport was aborted with."""
+        """Order the current stream after the mark. Raises: the error of an aborted transport."""
 
 
 class DeviceLane(ABC):
-    """Messages one way between two ranks, from GPU to GPU. Each has a header that travels by the
-    host transport, which says so by VIA_LANE in place of a device; headers and messages have the
-    same order."""
+    """Messages from one rank's GPU to another's, in one direction. The host transport carries a
+    header for each, with VIA_LANE in place of a device; headers and messages have the same
+    order."""
 
     @abstractmethod
     def introduction(self) -> np.ndarray:
-        """What the sender puts into the next header's message (uint8), so that the receiver can
-        meet it here."""
+        """Return the sender's bytes (uint8) for the next header's message, with which the receiver
+        joins the lane."""
 
     @abstractmethod
     def send(self, array: Array) -> Handle:
-        """Begin to send a contiguous array that the current stream has written; does not wait for
-        the receiver.
+        """Begin to send a contiguous array that the current stream has written; do not wait for the
+        receiver.
 
-        The handle's wait() orders the current stream behind the message.
+        The handle's wait() orders the current stream after the message.
         """
 
     @abstractmethod
     def recv(self, introduction: np.ndarray, into: Array) -> Handle:
-        """Begin to receive the message of the next header into a contiguous array; wait() as
-        above."""
+        """Begin to receive the message of the next header into a contiguous array; wait() as for
+        send."""
 
 
 VIA_LANE = "lane"
@@ -122,33 +122,33 @@ class DeviceTransport(ABC):
     def refusal(
         self, world_ranks: Sequence[int], op: str | None, dtype: np.dtype | None
     ) -> str | None:
-        """Why these ranks cannot do `op` on `dtype` (None: move bytes) here, in words; the same on
-        all of them."""
+        """Return the reason why these ranks cannot do `op` on `dtype` (None: move bytes) here, or
+        None; the same on all of them."""
 
     @abstractmethod
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
-        """The collectives among `world_ranks`, the ranks of the group with that id; called inside a
-        side's work."""
+        """Return the collectives for `world_ranks`, the ranks of the group with that id; called
+        inside a side's work."""
 
     @abstractmethod
     def lane(self, group: int, src: int, dst: int) -> DeviceLane | None:
-        """The lane between two world ranks for a group's messages; None where they go by way of the
-        host."""
+        """Return the lane between two world ranks for a group's messages; None if they are sent
+        through the host."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Return when the GPU has done what this rank's calls asked of it: the others may still
-        need its part."""
+        """Return when the GPU has finished the work of this rank's calls: other ranks may still
+        need it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back memory that this rank shares with others; finish() has returned. A second call
-        does nothing.
+        """Free memory that this rank shares with others; call finish() before. A second call does
+        nothing.
 
-        Waits for ranks that share the GPU to close, too, up to the limit, but after abort() a
-        moment only.
+        It waits for the ranks that share the GPU to close, too, up to the limit; after abort() only
+        a moment.
         """
 
     @abstractmethod
     def side(self, group: int) -> SideStream:
-        """The side of the group with that id."""
+        """Return the side stream of the group with that id."""

@@ -1,18 +1,18 @@
 """A group: an ordered set of ranks that communicate; the verbs, each with `out=`, `algorithm=` and
 a `start_…` twin.
 
-    total = group.all_reduce(x)                    # a new array; x is left alone
+    total = group.all_reduce(x)                    # a new array; x is unchanged
     group.all_reduce(x, out=x)                     # in place
-    pending = group.start_all_reduce(x, out=x)     # returns at once; leave x alone
+    pending = group.start_all_reduce(x, out=x)     # returns at once; do not use x
     pending.wait()                                 # until here
 
 Every rank of a group must make the same collective calls in the same order: each message carries
 the call's signature, and ranks that disagree get MismatchError with both calls. Calls on one group
 run one after the other: a `start_…` call in the group's worker thread, any other in the caller's
-own thread, behind those that were started before it. Make the calls of one group from one thread;
-threads that communicate by themselves each take a group of their own (`split`).
+own thread, after all calls that were started before it. Make the calls of one group from one
+thread; threads that communicate independently each need a group of their own (`split`).
 
-What all verbs take, return and raise stands at the class.
+The class Group documents the arguments, results and errors of all verbs.
 
 Cost of each algorithm, in messages and bytes: at its function in collectives/; as formulas in
 cost/volume.py.
@@ -35,28 +35,28 @@ __all__ = ["Group", "Pending"]
 
 @entries
 class Group(Members):
-    """An ordered set of ranks of the job, this one among them, with the verbs; for its attributes
-    see Members.
+    """An ordered set of ranks of the job that contains this rank, with the verbs; for its
+    attributes see Members.
 
     Args of all verbs: x and out are arrays of NumPy or CuPy of any dtype but object, contiguous or
     not, x read-only or not, empty or without dims; numbers and nested lists count as arrays. `out`
     has the shape and dtype of the result. `algorithm` is "auto" or one of the names listed. `root`,
     `dst` and `src` are ranks in the group.
 
-    Returns of all verbs: `out`, or a new array without it: where the rank's own argument lies,
-    without dims where the argument was a number (`float(result)` makes a number of it). A `start_…`
-    twin returns a Pending at once.
+    Returns of all verbs: `out`, or a new array without it: on the device of the rank's own
+    argument, without dims where the argument was a number (`float(result)` makes a number of it). A
+    `start_…` twin returns a Pending at once.
 
-    Raises of all verbs: ConfigError (no such algorithm, op or rank: the message lists those that
-    there are), ShapeError and DtypeError (this rank's own arguments do not fit), and a CommError:
-        MismatchError   ranks called different things, or what came is not what `out` is for
+    Raises of all verbs: ConfigError (no such algorithm, op or rank: the message lists the valid
+    ones), ShapeError and DtypeError (this rank's own arguments do not fit), and a CommError:
+        MismatchError   ranks made different calls, or an arriving array does not fit `out`
         DeadlockError   ranks wait for each other in a circle
         PeerLostError   a rank died; LinkLostError: the link to it broke
         TimeoutError    a wait reached `group.transport.limit` seconds
         CommError       the group is closed, two threads use it at once, or a forked child of the
                         rank uses it
-    A collective that ends in a CommError ends its group: later calls end in the same error, and so
-    do those that were started before.
+    A collective that ends in a CommError ends its group: later calls raise the same error, and so
+    do the calls that were started before it.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Group(Members):
         self._messages = PointToPoint(self)
         self._worker: CallWorker | None = None
         self._splits = 0
-        # those that are open, also where the program has dropped them: close() here waits for their
-        # started calls. close() of one takes it out
+        # the open child groups, also those that the program has dropped: close() here waits for
+        # their started calls. close() of a child removes it
         self._children: list[Group] = []
         self._parent: Group | None = None
 
@@ -89,26 +89,26 @@ class Group(Members):
     # ------------------------------------------------------------------------------- point to point
 
     def send(self, x: Any, dst: int) -> None:
-        """Send an array to rank `dst`; returns when `x` may change again. A send to oneself works.
+        """Send an array to rank `dst`; return when `x` may change again. A rank may send to itself.
 
         Args:    x (...): of any shape and dtype but object. dst: a rank in the group.
         Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
-        Cost:    one message of x.nbytes; none to oneself.
+        Cost:    one message of x.nbytes; none if dst is this rank.
         """
         self.start_send(x, dst).wait()
 
     def start_send(self, x: Any, dst: int) -> Pending:
         """Start send. Returns: a Pending; after its wait() x may change. Any number of messages may
-        be under way.
+        be in progress.
 
-        Args, Raises: as send; what this rank cannot know yet, wait() raises.
+        Args, Raises: as send; errors that this rank cannot detect yet are raised by wait().
         """
         return self._messages.send(x, self.rank_in("dst", dst))
 
     def recv(self, src: int, *, out: Any = None) -> Any:
-        """Receive the next array from rank `src`; its shape and dtype come with it.
+        """Receive the next array from rank `src`; its shape and dtype arrive with it.
 
-        Args:    src: a rank in the group. out: of the shape and dtype that come (default: a new
+        Args:    src: a rank in the group. out: of the arriving shape and dtype (default: a new
                  array).
         Returns: (...), as sent.
         Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
@@ -118,15 +118,16 @@ class Group(Members):
     def start_recv(self, src: int, *, out: Any = None) -> Pending:
         """Start recv. Returns: a Pending; its wait() returns recv's result.
 
-        Args, Raises: as recv; what this rank cannot know yet, wait() raises.
+        Args, Raises: as recv; errors that this rank cannot detect yet are raised by wait().
         """
         return self._messages.recv(self.rank_in("src", src), out)
 
     def exchange(self, x: Any, dst: int, src: int, *, out: Any = None) -> Any:
-        """Send `x` to `dst` and receive from `src` at once: no order of the two can deadlock.
+        """Send `x` to `dst` and receive from `src` at once, so the order of the two cannot
+        deadlock.
 
         Args:    x (...): to send, to rank dst. src: the rank to receive from.
-                 out: of the shape and dtype that come; may be x.
+                 out: of the arriving shape and dtype; may be x.
         Returns: (...), the array received.
         Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
         Cost:    one message of x.nbytes. The other ranks may call send and recv, or exchange.
@@ -136,7 +137,7 @@ class Group(Members):
     def start_exchange(self, x: Any, dst: int, src: int, *, out: Any = None) -> Pending:
         """Start exchange. Returns: a Pending; its wait() returns exchange's result.
 
-        Args, Raises: as exchange; what this rank cannot know yet, wait() raises.
+        Args, Raises: as exchange; errors that this rank cannot detect yet are raised by wait().
         """
         return self._messages.exchange(x, self.rank_in("dst", dst), self.rank_in("src", src), out)
 
@@ -145,7 +146,7 @@ class Group(Members):
     def broadcast(
         self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto"
     ) -> Any:
-        """The root's array on every rank.
+        """Copy the root's array to every rank.
 
         Args:    x (...): at the root; elsewhere None, or anything of the root's shape and dtype.
                  root: its rank. out: of x's shape and dtype.
@@ -160,15 +161,15 @@ class Group(Members):
     ) -> Pending:
         """Start broadcast. Returns: a Pending; its wait() returns broadcast's result.
 
-        Args, Raises: as broadcast; what this rank cannot know yet, wait() raises.
+        Args, Raises: as broadcast; errors that this rank cannot detect yet are raised by wait().
         """
         return self._start(verbs.from_root(self, "broadcast", x, root, out, algorithm))
 
     def scatter(
         self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto"
     ) -> Any:
-        """Rank r gets part r of the root's array, cut along the first dim as numpy.array_split
-        does.
+        """Cut the root's array along the first dim, as numpy.array_split does, and send part r to
+        rank r.
 
         Args:    x: (n, ...) at the root; elsewhere None, or anything of the root's shape and dtype.
                  root: its rank. out: of the part's shape and dtype. algorithm: naive, tree, native.
@@ -182,7 +183,7 @@ class Group(Members):
     ) -> Pending:
         """Start scatter. Returns: a Pending; its wait() returns scatter's result.
 
-        Args, Raises: as scatter; what this rank cannot know yet, wait() raises.
+        Args, Raises: as scatter; errors that this rank cannot detect yet are raised by wait().
         """
         return self._start(verbs.from_root(self, "scatter", x, root, out, algorithm))
 
@@ -191,7 +192,7 @@ class Group(Members):
     def reduce(
         self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto"
     ) -> Any:
-        """At the root, all ranks' arrays combined elementwise; None elsewhere (`out` is ignored).
+        """Combine all ranks' arrays elementwise at the root; None elsewhere (`out` is ignored).
 
         Args:    x (...): one shape and dtype on all ranks. op: sum, mean, max, min, prod (see
                  calls/reduction.py).
@@ -209,15 +210,15 @@ class Group(Members):
     ) -> Pending:
         """Start reduce. Returns: a Pending; its wait() returns reduce's result.
 
-        Args, Raises: as reduce; what this rank cannot know yet, wait() raises.
+        Args, Raises: as reduce; errors that this rank cannot detect yet are raised by wait().
         """
         return self._start(
             verbs.reduced(self, "reduce", x, op, out, algorithm, self.rank_in("root", root))
         )
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
-        """At the root, all ranks' arrays one after the other along the first dim; None elsewhere
-        (`out` is ignored).
+        """Join all ranks' arrays along the first dim, at the root; None elsewhere (`out` is
+        ignored).
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row.
                  root: its rank. out: of the result's shape and dtype. algorithm: naive, tree,
@@ -234,7 +235,7 @@ class Group(Members):
     ) -> Pending:
         """Start gather. Returns: a Pending; its wait() returns gather's result.
 
-        Args, Raises: as gather; what this rank cannot know yet, wait() raises.
+        Args, Raises: as gather; errors that this rank cannot detect yet are raised by wait().
         """
         return self._start(
             verbs.gathered(self, "gather", x, out, algorithm, self.rank_in("root", root))
@@ -245,7 +246,7 @@ class Group(Members):
     def all_reduce(
         self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto"
     ) -> Any:
-        """All ranks' arrays combined elementwise, the same bits on every rank.
+        """Combine all ranks' arrays elementwise; the result has the same bits on every rank.
 
         Args:    x (...): one shape and dtype on all ranks. op: sum, mean, max, min, prod (see
                  calls/reduction.py).
@@ -263,15 +264,15 @@ class Group(Members):
     ) -> Pending:
         """Start all_reduce. Returns: a Pending; its wait() returns all_reduce's result.
 
-        Args, Raises: as all_reduce; what this rank cannot know yet, wait() raises.
+        Args, Raises: as all_reduce; errors that this rank cannot detect yet are raised by wait().
         """
         return self._start(verbs.reduced(self, "all_reduce", x, op, out, algorithm))
 
     def reduce_scatter(
         self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto"
     ) -> Any:
-        """Chunk `rank` of what all_reduce would give, flattened and cut in `size` as
-        numpy.array_split does: one dim.
+        """Return chunk `rank` of all_reduce's result, flattened to one dim and cut into `size`
+        chunks as numpy.array_split does.
 
         Args:    x (...) of n elements: one shape and dtype on all ranks. op: sum, mean, max, min,
                  prod.
@@ -289,12 +290,13 @@ class Group(Members):
     ) -> Pending:
         """Start reduce_scatter. Returns: a Pending; its wait() returns reduce_scatter's result.
 
-        Args, Raises: as reduce_scatter; what this rank cannot know yet, wait() raises.
+        Args, Raises: as reduce_scatter; errors that this rank cannot detect yet are raised by
+        wait().
         """
         return self._start(verbs.reduce_scatter(self, x, op, out, algorithm))
 
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
-        """All ranks' arrays one after the other along the first dim, on every rank.
+        """Join all ranks' arrays along the first dim, on every rank.
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row. It may be its
                  own part of `out`.
@@ -308,17 +310,17 @@ class Group(Members):
     def start_all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Pending:
         """Start all_gather. Returns: a Pending; its wait() returns all_gather's result.
 
-        Args, Raises: as all_gather; what this rank cannot know yet, wait() raises.
+        Args, Raises: as all_gather; errors that this rank cannot detect yet are raised by wait().
         """
         return self._start(verbs.gathered(self, "all_gather", x, out, algorithm))
 
     def all_to_all(
         self, x: Sequence[Any], *, out: Sequence[Any] | None = None, algorithm: str = "auto"
     ) -> list[Any]:
-        """Every rank sends an array to every rank.
+        """Send an array from every rank to every rank.
 
         Args:    x: one array for each rank, of one dtype and any shapes. out: `size` arrays of the
-                 shapes to come.
+                 arriving shapes.
                  algorithm: naive, pairwise, bruck, native, shared.
         Returns: a list of `size` arrays: from rank 0, from rank 1, ...
         Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
@@ -330,7 +332,7 @@ class Group(Members):
     ) -> Pending:
         """Start all_to_all. Returns: a Pending; its wait() returns all_to_all's result.
 
-        Args, Raises: as all_to_all; what this rank cannot know yet, wait() raises.
+        Args, Raises: as all_to_all; errors that this rank cannot detect yet are raised by wait().
         """
         return self._start(verbs.all_to_all(self, x, out, algorithm))
 
@@ -345,7 +347,7 @@ class Group(Members):
     def start_barrier(self, *, algorithm: str = "auto") -> Pending:
         """Start barrier. Returns: a Pending; its wait() returns barrier's result.
 
-        Args, Raises: as barrier; what this rank cannot know yet, wait() raises.
+        Args, Raises: as barrier; errors that this rank cannot detect yet are raised by wait().
         """
         return self._start(verbs.barrier(self, algorithm))
 
@@ -362,15 +364,15 @@ class Group(Members):
     def split(
         self, color: int | None, key: int | None = None, *, axis: str | None = None
     ) -> "Group | None":
-        """The group of the ranks that pass the same color, in the order of their keys (then of
+        """Make a group of the ranks that pass the same color, in the order of their keys (then of
         their ranks).
 
         Args:    color: an integer, or None to belong to no group; key: place in the order (None:
                  this rank's number).
-                 axis: what the group is for, under which its ledger counts; "world.split" where the
-                 parent is "world".
-        Returns: the Group, or None for color None. Overlapping and nested groups may be used at
-        once.
+                 axis: the purpose of the group: the ledger counts its messages under this name;
+                 "world.split" where the parent is "world".
+        Returns: the Group, or None for color None. Overlapping and nested groups may be used at the
+        same time.
         Raises:  ConfigError for a color or key that is no integer of 64 bits, or an axis that is no
                  name; CommError as all verbs (see Group).
         Cost:    one all_gather of four integers, counted under "control".
@@ -386,9 +388,10 @@ class Group(Members):
         )
 
     def without(self, gone: Iterable[int]) -> "Group":
-        """The group of the ranks that are left when the ranks `gone` are lost, in their order.
+        """Make a group of the ranks that remain when the ranks `gone` are lost, in their order.
 
-        Each of them calls it with the same `gone`. Sends nothing: lost ranks would not answer.
+        Each remaining rank calls it with the same `gone`. It sends nothing: lost ranks would not
+        answer.
 
         Args:    gone: ranks in this group.
         Returns: a group of the same axis; this one stays open.
@@ -411,7 +414,7 @@ class Group(Members):
         return child
 
     def tell_step(self, step: int) -> None:
-        """Note the training step this rank is in; an error about a lost rank then names it. Sends
+        """Record this rank's training step; an error about a lost rank then names the step. Sends
         nothing.
 
         Args:    step: its number, from 0.
@@ -420,18 +423,18 @@ class Group(Members):
         self.ledger.flight.start_step(step)
 
     def expendable(self) -> None:
-        """Let the job go on without this rank: if it ends, only waits for it raise PeerLostError;
-        not under mpirun.
+        """Let the job continue without this rank: if it ends, only waits for it raise
+        PeerLostError; not under mpirun.
 
         Raises:  PeerLostError if this rank's connection to the job's monitor is closed.
         """
         self.transport.waits.spare()
 
     def close(self) -> None:
-        """Carry out what was started, in this group and those split from it, and end them; again,
-        it does nothing.
+        """Carry out the started calls of this group and of groups split from it, then close them; a
+        second call does nothing.
 
-        The world waits until the ranks that share this one's GPU close, too.
+        The world group waits until the ranks that share this rank's GPU close, too.
 
         Raises:  the error of a started call whose wait() was never called.
         """
@@ -456,14 +459,14 @@ class Group(Members):
             self.board.close()
 
     def _run(self, call: Call) -> Any:
-        """Carry the call out: here, if no started call is before it."""
+        """Carry the call out: in this thread, if no earlier call is still in the worker."""
         if self._worker is not None and self._worker.busy():
             return self._worker.submit(call).wait()
         with self.guard, call:
             return call.settle(call.deliver(call.work(call), call.device))
 
     def _start(self, call: Call) -> Pending:
-        """Hand the call to the worker, which is made when it is first needed."""
+        """Hand the call to the worker, which is created at its first use."""
         self.guard.check_alone()
         if self._worker is None:
             self._worker = CallWorker(f"rank {self.world_rank} {self.axis}", self.transport)

@@ -1,28 +1,28 @@
-"""The handle of a transfer: what a transport returns for a message that it has begun to send or to
-receive."""
+"""The handle of a transfer: the object that a transport returns for a message that it has begun to
+send or to receive."""
 
 from abc import ABC, abstractmethod
 
 
 class Handle(ABC):
-    """A transfer under way. It keeps the arrays it needs alive."""
+    """A transfer in progress or finished. It keeps the arrays it needs alive."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the transfer is complete: the array sent may change, the array received is
-        full.
+        """Return when the transfer is complete: the sent array may then change, the received array
+        is full.
 
-        Raises: PeerLostError, TimeoutError, what `abort` was given, or what `accept` or `reduce`
-        raised.
+        Raises: PeerLostError, TimeoutError, the error given to `abort`, or the error of `accept` or
+        `reduce`.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether wait() would return, or raise, at once. Never blocks."""
+        """Return whether wait() would return or raise at once. Never blocks."""
 
 
 class Finished(Handle):
-    """A transfer that was complete at once."""
+    """A transfer that is complete from the start."""
 
     def wait(self) -> None:
         pass

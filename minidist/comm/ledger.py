@@ -1,18 +1,16 @@
-"""The ledger: what one rank sent, counted by phase, axis, verb and algorithm; and events for
-subscribers.
+"""The ledger: counts of the bytes that one rank sent, by phase, axis, verb and algorithm; and
+events for subscribers.
 
-    with ledger.during("step"):          # phases: "setup" until told otherwise, then what you name
-        group.all_reduce(gradients)      # counted under the group's axis and the verb the user
-                                         called
+    with ledger.during("step"):          # phases: "setup" at first, then the names you give
+        group.all_reduce(gradients)      # counted under the group's axis and the user's verb
         with ledger.control():           # loss, clipping and overflow scalars: counted under the
-                                         axis "control"
+                                         # axis "control"
             group.all_reduce(loss)
-    ledger.sent_bytes("step")            # {"dp": {"all_reduce": 1048576}, "control": {"all_reduce":
-                                         8}}
+    ledger.sent_bytes("step")            # {"dp": {"all_reduce": 1048576},
+                                         #  "control": {"all_reduce": 8}}
 
-Bytes are payload: the signature and shape that ride in a message's header are not counted, nor are
-header-only messages by which neighbours compare calls (they carry no payload), nor what a rank
-sends to itself (nothing leaves it).
+Bytes are payload. Not counted are: the signature and shape in a message's header, the messages
+without payload by which neighbours compare calls, and messages of a rank to itself.
 """
 
 import threading
@@ -33,21 +31,19 @@ NO_RANK: Mapping[int, int] = {}
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened on one rank; times are time.perf_counter() seconds.
+    """An event on one rank; times are time.perf_counter() seconds.
 
     kind "message": one message sent. details: src, dst (world ranks), nbytes, verb, algorithm,
-    axis, label, step, chunk
-                    (what the algorithm says of the piece in flight; None where it says nothing).
-    kind "call":    one verb from begin to end. details: axis, verb, algorithm, op, nbytes, size,
+                    axis, label, step, chunk (as the algorithm describes the message; else None).
+    kind "call":    one verb from start to end. details: axis, verb, algorithm, op, nbytes, size,
                     sequence, where; for watchers also group (its id, in hexadecimal), messages, and
-                    queued: seconds from the program's call to the begin.
-    kind "wait":    the program waits for a started call, for watchers alone. details: axis, group,
+                    queued: seconds from the program's call to the start.
+    kind "wait":    the program waits for a started call; only for watchers. details: axis, group,
                     sequence, where.
-    kind "receive": one message received, from the moment when this rank was ready for it, for
-    subscribers
-                    of receives. details: src, dst, nbytes, axis, verb, algorithm, message. While
-                    receives have a subscriber, kind "message" has `message` too: between two ranks
-                    it tells the message from others.
+    kind "receive": one message received, from the moment when this rank was ready for it; only for
+                    subscribers of receives. details: src, dst, nbytes, axis, verb, algorithm,
+                    message. While receives have a subscriber, kind "message" has `message` too: it
+                    identifies the message between two ranks.
     """
 
     kind: str
@@ -60,20 +56,20 @@ class Event:
 
 
 class _Here(threading.local):
-    """The state of one thread: control() counts for the thread that called it."""
+    """The state of one thread: control() has effect only in the thread that called it."""
 
     in_control = False
-    phase: str | None = None  # of a thread that has one of its own
+    phase: str | None = None  # the thread's own phase, if it has one
 
 
 class Ledger(Observer):
     """Counts of one rank, shared by all its groups. Safe to use from several threads.
 
-    Attributes: flight      its flight recorder: the last calls, always kept
-                times       when messages of its calls left and arrived, if a StepRecorder asks for
+    Attributes: flight      its flight recorder, which always keeps the last calls
+                times       departure and arrival times of its messages, if a StepRecorder needs
                             them; else None
-                observers   what hears of its calls (observers.py)
-                message_observers   those of them that hear of messages, too
+                observers   the observers of its calls (observers.py)
+                message_observers   the observers of calls and messages
     """
 
     observers: tuple[Observer, ...]
@@ -127,11 +123,11 @@ class Ledger(Observer):
         phase: str | None = None,
         to: Mapping[int, int] = NO_RANK,
     ) -> None:
-        """Add `messages` messages of `nbytes` bytes altogether, sent by this rank (in `phase`, else
-        the present).
+        """Add `messages` messages of `nbytes` bytes in total, sent by this rank (in `phase`, or the
+        current one).
 
-        Args:    to: the bytes for each world rank. What all read from shared memory, or a library
-                 sends, is for none.
+        Args:    to: the bytes for each world rank. Shared memory that all read, and bytes that a
+                 library sends, count for no rank.
         """
         key = (phase or self.phase, axis, verb, algorithm)
         with self._lock:
@@ -142,7 +138,7 @@ class Ledger(Observer):
 
     @property
     def phase(self) -> str:
-        """What calls of this thread are counted under now."""
+        """The phase under which calls of this thread are counted now."""
         return self._here.phase or self._phase
 
     @contextmanager
@@ -157,8 +153,8 @@ class Ledger(Observer):
 
     @contextmanager
     def aside(self, phase: str) -> Iterator[None]:
-        """Count calls that this thread begins in the block under `phase`, whatever the others do
-        meanwhile."""
+        """Count calls that this thread begins in the block under `phase`, independently of other
+        threads."""
         before = self._here.phase
         self._here.phase = phase
         try:
@@ -178,22 +174,23 @@ class Ledger(Observer):
 
     @property
     def in_control(self) -> bool:
-        """Whether this thread is inside control()."""
+        """True inside a control() block of this thread."""
         return self._here.in_control
 
     def sent_bytes(self, phase: str | None = None) -> dict[str, dict[str, int]]:
-        """Payload bytes sent, {axis: {verb: bytes}}; of one phase, or of all."""
+        """Return the payload bytes sent, {axis: {verb: bytes}}; in one phase, or in all."""
         return self._by_axis("nbytes", phase)
 
     def messages(self, phase: str | None = None) -> dict[str, dict[str, int]]:
-        """Messages sent, {axis: {verb: messages}}; of one phase, or of all."""
+        """Return the number of messages sent, {axis: {verb: messages}}; in one phase, or in all."""
         return self._by_axis("messages", phase)
 
     def sent_to(self, phase: str | None = None) -> dict[int, dict[str, int]]:
-        """Payload bytes sent to each rank, {world rank: {axis: bytes}}; of one phase, or of all.
+        """Return the payload bytes sent to each rank, {world rank: {axis: bytes}}; in one phase, or
+        in all.
 
-        What ranks read from shared memory, or a library sends, is in no rank's: the sums may be
-        less than sent_bytes.
+        Bytes that ranks read from shared memory, or that a library sends, count for no rank: the
+        sums may be less than sent_bytes.
         """
         table: defaultdict[int, Counter[str]] = defaultdict(Counter)
         with self._lock:
@@ -203,7 +200,7 @@ class Ledger(Observer):
         return {rank: dict(axes) for rank, axes in sorted(table.items())}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every count by itself: dicts of phase, axis, verb, algorithm, nbytes, messages, in a
+        """Return every single count: dicts of phase, axis, verb, algorithm, nbytes, messages, in a
         fixed order."""
         with self._lock:
             return [
@@ -221,7 +218,7 @@ class Ledger(Observer):
             ]
 
     def clear(self) -> None:
-        """Forget all counts; subscribers stay."""
+        """Delete all counts; subscribers stay."""
         with self._lock:
             self._counts.clear()
             self._sent_to.clear()
@@ -229,10 +226,10 @@ class Ledger(Observer):
     def subscribe(
         self, callback: Callable[[Event], None], *, waits: bool = False, receives: bool = False
     ) -> Callable[[], None]:
-        """Call `callback(event)` for each message sent and each call ended, in the thread it
-        happened in.
+        """Call `callback(event)` for each message sent and each call ended, in the thread of the
+        event.
 
-        Args:    waits: for each wait of the program too. receives: for each message received too.
+        Args:    waits: also for each wait of the program. receives: also for each message received.
         Returns a function that ends the subscription. Without subscribers no event is made and no
         clock is read.
         """
@@ -250,7 +247,7 @@ class Ledger(Observer):
         return unsubscribe
 
     def publish(self, event: Event) -> None:
-        """Hand `event` to every subscriber."""
+        """Pass `event` to every subscriber of its kind."""
         chosen = {"wait": self.watchers, "receive": self.receivers}.get(
             event.kind, self.subscribers
         )
@@ -272,8 +269,8 @@ class Ledger(Observer):
         )
 
     def labels(self, axis: str) -> tuple[str, str]:
-        """Return the phase and the axis under which a call that this thread makes now, in a group
-        for `axis`, is counted."""
+        """Return the phase and the axis under which a call of this thread, made now in a group for
+        `axis`, is counted."""
         here = self._here
         return here.phase or self._phase, "control" if here.in_control else axis
 
@@ -293,8 +290,8 @@ class Ledger(Observer):
 
 
 class MessageEvent(MessageWatch):
-    """The event of one message: published when the message is complete. Made when it sets out, or
-    is asked for."""
+    """The event of one message, made when the message is sent or its receive posted, and published
+    when it is complete."""
 
     def __init__(self, ledger: Ledger, kind: str, details: dict[str, Any]) -> None:
         self._ledger = ledger
@@ -310,11 +307,12 @@ class MessageEvent(MessageWatch):
 
 
 class CallEvents(Observer):
-    """Makes the events of calls, their messages and waits, for the ledger's subscribers."""
+    """The observer that makes events of calls, messages and waits for the ledger's subscribers."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        # of calls whose messages have numbers: by group and sequence, those so far each way
+        # number of messages of a call so far, by direction and peer; by the call's group and
+        # sequence
         self._numbers: defaultdict[tuple[int, int], Counter[tuple[str, int]]] = defaultdict(Counter)
 
     def on_made(self, call: ObservedCall, begun: bool) -> None:
@@ -350,7 +348,7 @@ class CallEvents(Observer):
     def on_end(self, call: ObservedCall, failed: bool) -> None:
         signature = call.signature
         self._numbers.pop(signature[:2], None)
-        if not call.began:  # subscribed to in the middle
+        if not call.began:  # the subscription began in the middle of the call
             return
         details = {
             **_named(call),
@@ -377,7 +375,7 @@ class CallEvents(Observer):
             self._ledger.publish_now("wait", call.verb, start, details)
 
     def _number(self, call: ObservedCall, way: str, peer: int) -> str:
-        """Return what tells the next message to or from `peer` from the others of the job."""
+        """Return a name of the next message to or from `peer` that is unique in the job."""
         signature = call.signature
         numbers = self._numbers[signature[:2]]
         numbers[way, peer] += 1

@@ -1,17 +1,15 @@
-"""What a transport's own collectives are to the rest: the interface behind `algorithm="native"`.
+"""The interface of a transport's own collectives, which `algorithm="native"` uses.
 
-    native = transport.native(group.id, group.world_ranks)      # ConfigError if the transport has
-                                                                none
-    native.all_reduce(x, out, "sum")                            # on every rank of the group, in the
-                                                                same order
+    native = transport.native(group.id, group.world_ranks)   # ConfigError if the transport has none
+    native.all_reduce(x, out, "sum")                         # on every rank, in the same order
 
 The caller makes sure that all ranks make the same call (collectives/native.py): the libraries do
-not check. Each method returns when its part is done, and yields the core until then. Arrays are
-1-D, contiguous and on the host; sums are of their dtype, everything else moves bytes (uint8). A
-DeviceTransport's (device_lane.py) take arrays on the GPU, and return when the work is in the
-current stream's queue.
+not check. Each method returns when this rank's part is done, and yields the core until then. Arrays
+are 1-D, contiguous and on the host; sums are computed in their dtype, the other methods move bytes
+(uint8). Those of a DeviceTransport (device_lane.py) take arrays on the GPU, and return when the
+work is in the current stream's queue.
 
-All raise: PeerLostError or what `abort` was given; TimeoutError that names the rank after the
+All raise: PeerLostError or the error given to `abort`; TimeoutError that names the rank after the
 transport's limit.
 """
 
@@ -30,44 +28,44 @@ class Native(ABC):
 
     @abstractmethod
     def broadcast(self, octets: np.ndarray, root: int) -> None:
-        """The root's bytes into every other rank's `octets`."""
+        """Copy the root's bytes to every other rank's `octets`."""
 
     @abstractmethod
     def reduce(self, x: np.ndarray, out: np.ndarray | None, op: str, root: int) -> None:
-        """All ranks' x combined into the root's `out`, which may be its x; a mean is left
-        undivided, here and below."""
+        """Combine all ranks' x into the root's `out`, which may be its x; a mean is not divided,
+        here and below."""
 
     @abstractmethod
     def all_reduce(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
-        """All ranks' x combined into every rank's `out`, which may be x."""
+        """Combine all ranks' x into every rank's `out`, which may be x."""
 
     @abstractmethod
     def reduce_scatter(
         self, x: np.ndarray, out: np.ndarray, counts: Sequence[int], op: str
     ) -> None:
-        """All ranks' x combined, the first counts[0] elements for rank 0, and so on; `out` is apart
-        from x."""
+        """Combine all ranks' x: the first counts[0] elements for rank 0, and so on; `out` does not
+        overlap x."""
 
     @abstractmethod
     def gather(
         self, octets: np.ndarray, out: np.ndarray | None, counts: Sequence[int], root: int
     ) -> None:
-        """counts[r] bytes from each rank r, one after the other, into the root's `out`."""
+        """Join counts[r] bytes from each rank r in the root's `out`."""
 
     @abstractmethod
     def all_gather(self, octets: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        """counts[r] bytes from each rank r, one after the other, into every rank's `out`."""
+        """Join counts[r] bytes from each rank r in every rank's `out`."""
 
     @abstractmethod
     def scatter(
         self, octets: np.ndarray | None, counts: Sequence[int], out: np.ndarray | None, root: int
     ) -> None:
-        """The root's bytes, cut as `counts` says, rank r's into its `out`; the root has no
+        """Cut the root's bytes by `counts`, and copy part r to rank r's `out`; the root has no
         `out`."""
 
     @abstractmethod
     def all_to_all(
         self, octets: np.ndarray, leaving: Sequence[int], out: np.ndarray, coming: Sequence[int]
     ) -> None:
-        """leaving[r] bytes to each rank r, coming[r] from each, one after the other on either
-        side."""
+        """Send leaving[r] bytes to each rank r and receive coming[r] bytes from it; both arrays in
+        rank order."""

@@ -1,13 +1,13 @@
-"""What hears of a rank's collective calls: one list, `ledger.observers`, which each call tells what
-happens to it.
+"""The observers of a rank's collective calls: each call notifies all in the list
+`ledger.observers`.
 
     flight recorder   flight/recorder.py        always
     ledger            ledger.py                 always
     message times     flight/message_times.py   while `ledger.times` is set
     call events       ledger.py                 while the ledger has subscribers
 
-Most hear of calls only. Those of messages make each message dearer, so they are in
-`ledger.message_observers`, too, which is mostly empty.
+Most observe only calls. Observers of messages make each message slower, so they are listed in
+`ledger.message_observers`, too, which is usually empty.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,17 @@ from minidist.comm.signature import Signature
 
 
 class ObservedCall(Protocol):
-    """What an observer may read of a call (calls/call.py); `record` and `began` it may set.
+    """The fields of a call (calls/call.py) that an observer may read; it may set `record` and
+    `began`.
 
     Attributes: signature, verb, algorithm, size, world_ranks, meta: of the call, and its header
-                group_axis  what its group is for; `axis`: what its messages are counted under
-                phase       of the ledger, when it was made
-                started     whether the program goes on while a worker carries it out
-                nbytes, messages, sent_to   sent so far, in all, and bytes by world rank
+                group_axis  the axis of its group; `axis`: the axis under which it is counted
+                phase       of the ledger, when the call was made
+                started     whether the program continues while a worker carries it out
+                nbytes, messages, sent_to   sent so far, in total, and bytes by world rank
                 record      its number in the flight recorder, 0: none yet
-                asked, began   when it was made, and when it set out, if somebody asks; else 0.0
+                asked, began   the times when it was made and started, if an observer needs them;
+                            else 0.0
     """
 
     verb: str
@@ -48,11 +50,11 @@ class ObservedCall(Protocol):
 
 
 class CallMessage(NamedTuple):
-    """One message of a call, between two world ranks.
+    """A message of a call, between two world ranks.
 
-    Fields: nbytes   of the payload; 0 of a block to come, whose header tells
-            block    whether its header tells its dtype and shape
-            step, chunk   what the algorithm says of it
+    Fields: nbytes   of the payload; 0 for a block to receive: its header gives the number
+            block    whether its header carries its dtype and shape
+            step, chunk   as the algorithm gives them
     """
 
     src: int
@@ -64,37 +66,37 @@ class CallMessage(NamedTuple):
 
 
 class MessageWatch:
-    """One message that an observer follows to its end."""
+    """An observer's object for one message, notified until the message is complete."""
 
     def accepted(self, nbytes: int) -> None:
-        """The header of a message to this rank is there, and tells its bytes."""
+        """Receive the number of bytes, when the header of a message to this rank has arrived."""
 
     def over(self, was_there: bool) -> None:
-        """A wait for the message has ended; `was_there`: it was complete before."""
+        """Note that a wait for the message has ended; `was_there`: it was complete before."""
 
 
 class Observer:
-    """Hears of the calls of one rank, in the threads that make them and carry them out."""
+    """An observer of the calls of one rank, notified in the threads that make or run them."""
 
     def on_made(self, call: ObservedCall, begun: bool) -> None:
-        """The call was made; `begun`: it sets out now. A call that first stands in a queue is told
-        twice, one whose group has failed is told without."""
+        """Note that the call was made; `begun`: it starts now. A queued call is reported twice; a
+        call of a failed group only with begun=False."""
 
     def on_send(self, call: ObservedCall, message: CallMessage) -> MessageWatch | None:
-        """A message is about to leave. Return what follows it, or None."""
+        """Note that a message is about to be sent. Return a watch for it, or None."""
 
     def on_receive(self, call: ObservedCall, message: CallMessage) -> MessageWatch | None:
-        """A message is about to be asked for. Return what follows it, or None."""
+        """Note that a receive is about to be posted. Return a watch for it, or None."""
 
     def on_end(self, call: ObservedCall, failed: bool) -> None:
-        """The call is over."""
+        """Note that the call has ended."""
 
     def on_wait(self, call: ObservedCall, start: float) -> None:
-        """The program has waited for the end of a started call, since `start`."""
+        """Note that the program has waited for the end of a started call, since `start`."""
 
 
 class ObservedTransfer(Handle):
-    """A transfer that observers follow: each watch is told once, when the transfer is complete."""
+    """A transfer with watches: each is notified once, when the transfer is complete."""
 
     def __init__(self, handle: Handle, watches: Sequence[MessageWatch]) -> None:
         self._handle = handle

@@ -1,10 +1,10 @@
 """Point to point: send, recv and exchange between ranks of a group.
 
-These do not queue behind the group's collectives: they go to the transport at once, under a tag of
-their own, so any number may be under way beside each other. Messages from one rank to another
-arrive in the order they were started; each says its dtype and shape. What a rank sends to itself is
-copied, kept until it is received, and not counted. An array on the GPU whose transport has a lane
-(device_lane.py) goes by that, and only its header here.
+These messages do not queue behind the group's collectives: they go to the transport at once, under
+a tag of their own, so any number may be in progress at the same time. Messages from one rank to
+another arrive in the order of their start; each carries its dtype and shape. A message of a rank to
+itself is copied, kept until it is received, and not counted. If the transport has a lane
+(device_lane.py), an array on the GPU goes through the lane, and only its header here.
 """
 
 from collections import Counter, defaultdict, deque
@@ -41,7 +41,7 @@ class PointToPoint:
         # to, and from, each rank
         self._sends = Counter[int]()
         self._receives = Counter[int]()
-        # from each rank, headers come first
+        # receives through the lane, by source rank, in the order of their headers
         self.by_lane: defaultdict[int, deque[Incoming]] = defaultdict(deque)
 
     def send(self, x: Any, dst: int) -> PendingMessage:
@@ -76,7 +76,7 @@ class PointToPoint:
         if isinstance(out, type(array)) and backend.array_module(array).may_share_memory(
             array, out
         ):
-            array = array.copy()  # what arrives would overwrite what is leaving
+            array = array.copy()  # the arriving message would overwrite the leaving one
         incoming = Incoming(self, "exchange", src, out)
         received = self._record_recv(incoming.signature, src)
         # one call
@@ -92,8 +92,8 @@ class PointToPoint:
         )
 
     def named(self, number: int) -> str:
-        """What tells a message between two ranks of the group from their others. Args: number: of
-        the way, from 1."""
+        """Return the name of message `number` (from 1, per sender and receiver), for
+        subscribers."""
         return f"{self._group.id:x}.{number}"
 
     def event(self, kind: str, verb: str, src: int, dst: int, **details: Any) -> MessageEvent:
@@ -114,8 +114,7 @@ class PointToPoint:
         )
 
     def event_of_receive(self, verb: str, src: int) -> MessageEvent | None:
-        """Return the event of the next message from rank `src`; None if nobody has subscribed to
-        it."""
+        """Return the event of the next message from rank `src`; None without a subscriber."""
         if not self._group.ledger.receivers or src == self._group.rank:
             return None
         named = self.named(self._receives[src] + 1)
@@ -124,7 +123,7 @@ class PointToPoint:
     def signature(
         self, verb: str, dtype: np.dtype | None, shape: tuple[int, ...] | None
     ) -> Signature:
-        """What this rank says of its next message."""
+        """Return the signature of this rank's next message."""
         self._group.guard.check()
         self._started += 1
         signature = Signature(
@@ -144,8 +143,8 @@ class PointToPoint:
         return signature
 
     def lane(self, src: int, dst: int | None = None) -> DeviceLane | None:
-        """The lane from rank `src` to `dst` or this rank, for arrays on the GPU; None: by way of
-        the host."""
+        """Return the lane from rank `src` to `dst` (default: this rank) for arrays on the GPU;
+        None: send through the host."""
         dst = self._group.rank if dst is None else dst
         ranks = self._group.world_ranks
         device = self._group.transport.device
@@ -156,7 +155,7 @@ class PointToPoint:
         )
 
     def mismatch(self, mine: Signature, theirs: Signature, src: int) -> MismatchError:
-        """The error of a message from rank `src` that is not what this rank expects."""
+        """Return the error for a message from rank `src` that does not fit this rank's receive."""
         return MismatchError(
             f"a message does not fit what was to come:\n"
             f"  rank {self._group.world_rank} calls {mine.describe()}\n"
@@ -165,19 +164,19 @@ class PointToPoint:
         )
 
     def link(self, rank: int) -> tuple[Transport, int]:
-        """Transport and world rank for messages to and from `rank`."""
+        """Return the transport and world rank for messages to and from `rank`."""
         if rank == self._group.rank and self._self_link is None:
             self._self_link = self._group.transport.loopback()
         own = self._self_link if rank == self._group.rank else None
         return own or self._group.transport, self._group.world_ranks[rank]
 
     def close(self) -> None:
-        """End this rank's link to itself."""
+        """Close this rank's link to itself."""
         if self._self_link is not None:
             self._self_link.close()
 
     def _record_send(self, signature: Signature, dst: int) -> int:
-        """The number of a message to rank `dst` in the flight recorder."""
+        """Record a message to rank `dst` in the flight recorder; return its number there."""
         self._sends[dst] += 1
         return self._group.ledger.flight.message(
             signature.group,
@@ -192,7 +191,7 @@ class PointToPoint:
         )
 
     def _record_recv(self, signature: Signature, src: int) -> int:
-        """The number of a message from rank `src` in the flight recorder."""
+        """Record a message from rank `src` in the flight recorder; return its number there."""
         self._receives[src] += 1
         return self._group.ledger.flight.message(
             signature.group,
@@ -207,9 +206,9 @@ class PointToPoint:
         )
 
     def _over(self, records: list[tuple[int, int]], failed: bool, waited: float) -> None:
-        """Record the outcome of messages: their numbers, and the bytes that each has sent.
+        """Record the outcome of messages; `records`: their numbers, and the bytes that each sent.
 
-        The program's wait of `waited` seconds stands at the first.
+        The first is charged with the program's wait of `waited` seconds.
         """
         for place, (number, nbytes) in enumerate(records):
             self._group.ledger.flight.ended(
@@ -217,7 +216,7 @@ class PointToPoint:
             )
 
     def _way_of(self, x: Any, dst: int) -> str:
-        """The device that a message to rank `dst` leaves from."""
+        """Return the device from which a message to rank `dst` is sent."""
         return (
             "cpu" if device_of(x) != "cuda" or self.lane(self._group.rank, dst) is None else "cuda"
         )
@@ -225,7 +224,7 @@ class PointToPoint:
     def _start_send(
         self, signature: Signature, array: np.ndarray, dst: int, device: str | None
     ) -> list[Handle]:
-        """Handles of what leaves: the message, or its header and the lane's message."""
+        """Start a send. Return its handles: the message, or its header and the lane's message."""
         lane = None if isinstance(array, np.ndarray) else self.lane(self._group.rank, dst)
         meta = b"".join(signature.pack()) + pack_block(
             array.dtype, array.shape, VIA_LANE if lane is not None else device or "cpu"
@@ -261,8 +260,8 @@ class PointToPoint:
 
 
 class Incoming(Handle):
-    """A message to come, and where it goes. As a handle it is complete when the lane need not be
-    told more."""
+    """A message to receive, and its result. As a handle it is complete when its header has arrived
+    and, in a lane, its receive has been started."""
 
     def __init__(self, messages: PointToPoint, verb: str, src: int, out: Any) -> None:
         self._messages = messages
@@ -272,7 +271,7 @@ class Incoming(Handle):
         self.signature = messages.signature(
             verb, *((None, None) if out is None else (out.dtype, out.shape))
         )
-        self._block: BlockHeader | None = None  # of a message that comes by the lane
+        self._block: BlockHeader | None = None  # of a message that arrives through the lane
         self._word = np.empty(0, np.uint8)
         self._arriving: Handle | None = None
         transport, peer = messages.link(src)
@@ -291,7 +290,8 @@ class Incoming(Handle):
         return self._header.done()
 
     def deliver(self) -> Any:
-        """The array received: on the device of `out`, else where the sender's array lives."""
+        """Return the received array: on the device of `out`, else on the device of the sender's
+        array."""
         if self._arriving is not None:
             self._arriving.wait()
         result = self._result
@@ -300,7 +300,7 @@ class Incoming(Handle):
         return result.deliver(None, self._device)
 
     def arrive(self) -> None:
-        """Begin to receive by the lane: the header has told dtype and shape."""
+        """Begin to receive through the lane; the header has given dtype and shape."""
         lane = self._messages.lane(self._src)
         block = self._block
         assert lane is not None and block is not None

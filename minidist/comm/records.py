@@ -1,7 +1,7 @@
-"""Small records (spans, ledgers, memory accounts) between ranks: to rank 0, to all, and from rank
-0.
+"""Exchange small records (spans, ledgers, memory accounts) between ranks: to rank 0, to all, and
+from rank 0.
 
-What every rank must be given alike is compared: a digest tells, for eight bytes a rank.
+Values that must be equal on every rank are compared by a digest, of eight bytes per rank.
 """
 
 import functools
@@ -23,7 +23,7 @@ from minidist.device.backend import digested, is_array
 from minidist.errors import MismatchError
 
 SHOWN = 80
-"""Characters of a value that an error shows."""
+"""Maximum number of characters of a value in an error."""
 
 NOT_GIVEN = "none given"
 
@@ -32,10 +32,10 @@ A_DAY = 86400.0
 
 @contextmanager
 def unhurried(group: Group) -> Iterator[None]:
-    """In the block a wait of this rank may last a day, because what it waits for is one rank's
-    work, not a message.
+    """Raise the limit of this rank's waits in the block to one day, because they wait for one
+    rank's work, not for a message.
 
-    A rank that is lost ends the wait as ever.
+    A lost rank still ends the wait.
     """
     transport = group.transport
     limit = transport.limit
@@ -47,12 +47,12 @@ def unhurried(group: Group) -> Iterator[None]:
 
 
 def gather_records(group: Group, record: Any) -> list[Any] | None:
-    """Every rank's `record` on rank 0, in rank order; None on the others.
+    """Return every rank's `record` on rank 0, in rank order; None on the other ranks.
 
     The bytes are outside every memory account, so a limit of device memory does not stop them.
 
-    Args:    record: anything that `wire.pack` takes: dicts, lists, numbers, texts, bytes, arrays.
-    Cost:    two gathers, counted under `control`: the lengths (8 bytes a rank), then the packed
+    Args:    record: a value that `wire.pack` supports: dicts, lists, numbers, texts, bytes, arrays.
+    Cost:    two gathers, counted under `control`: the lengths (8 bytes per rank), then the packed
              bytes.
     Raises:  CommError if a rank is lost or does not call this.
     """
@@ -66,7 +66,7 @@ def gather_records(group: Group, record: Any) -> list[Any] | None:
 
 
 def share_records(group: Group, record: Any) -> list[Any]:
-    """Every rank's `record` on every rank, in rank order. Args, Raises: as gather_records.
+    """Return every rank's `record` on every rank, in rank order. Args, Raises: as gather_records.
 
     Cost:    two all-gathers, counted under `control`.
     """
@@ -78,7 +78,7 @@ def share_records(group: Group, record: Any) -> list[Any]:
 
 
 def hand_out_record(group: Group, record: Any) -> Any:
-    """Rank 0's `record` on every rank. Args, Raises: as gather_records.
+    """Return rank 0's `record` on every rank. Args, Raises: as gather_records.
 
     Cost:    one broadcast, counted under `control`.
     """
@@ -95,18 +95,18 @@ def _unpacked(lengths: np.ndarray, joined: np.ndarray) -> list[Any]:
     ]
 
 
-# ----------------------------------------------------------------- what all ranks must have alike
+# -------------------------------------------------------- values that must be equal on all ranks
 
 
 def check_alike(
     group: Group, parts: Mapping[str, Any], *, advice: str = "give every rank the same"
 ) -> None:
-    """Compare named values over the ranks of a group. Every rank calls it.
+    """Check that named values are equal on all ranks of a group. Every rank calls it.
 
-    Args:    parts: each value under the name that a user knows it by; advice: ends the error.
-    Cost:    one all-gather of 8 bytes a rank, counted under `control`; nothing for one rank alone.
-             Where the ranks differ, two all-gathers more, of the values as texts.
-    Raises:  MismatchError, the same on every rank: which rank differs, and in what.
+    Args:    parts: each value under its name for the user; advice: the end of the error's text.
+    Cost:    one all-gather of 8 bytes per rank, counted under `control`; nothing for a single rank.
+             If the ranks differ, two all-gathers more, of the values as texts.
+    Raises:  MismatchError, the same on every rank: the rank that differs, and the first name.
     """
     if group.size == 1:
         return
@@ -123,7 +123,7 @@ def check_alike(
 
 
 def named(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` for check_alike, each under "prefix name"; those of dicts in them, too."""
+    """Return `values` for check_alike, each under "prefix name"; inner dicts are flattened."""
     parts: dict[str, Any] = {}
     for name, value in values.items():
         longer = f"{prefix} {name}"
@@ -134,8 +134,8 @@ def named(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def described(value: Any) -> str:
     """Return a text of a value that is equal on two ranks if the values are.
 
-    Arrays are told by a checksum; functions by their name, source, defaults and the values that
-    they capture; objects that can be called by their numbers and texts; others by their type alone.
+    Arrays are described by a checksum; functions by their name, source, defaults and captured
+    values; callable objects by their numbers and texts; other objects only by their type.
     """
     kind = type(value).__qualname__
     if value is None or isinstance(value, bool | str | bytes):
@@ -177,9 +177,9 @@ def described(value: Any) -> str:
 
 
 def _function(function: Any) -> str:
-    """Return the text of a function; of its byte code, which differs by Python's version, nothing.
+    """Return the text of a function, without its byte code, which depends on Python's version.
 
-    Two functions on one line have the same source, so fractions in the code count, too.
+    Two functions on one line have the same source, so floats in the code are included.
     """
     try:
         source = inspect.getsource(function)
@@ -193,7 +193,8 @@ def _function(function: Any) -> str:
 
 
 def _content(cell: Any) -> Any:
-    """Return what a function captures in a cell; None for a function, and in an empty cell."""
+    """Return the value that a function captures in a cell; None for a function, and for an empty
+    cell."""
     try:
         content = cell.cell_contents
     except ValueError:
@@ -204,7 +205,7 @@ def _content(cell: Any) -> Any:
 def _difference(
     group: Group, told: Sequence[Mapping[str, str]], usual: int, others: Sequence[int]
 ) -> str:
-    """Return which ranks differ from rank `usual`, and in what the first of them does."""
+    """Return the ranks that differ from rank `usual`, and the differences of the first of them."""
     theirs = told[others[0]]
     ours = told[usual]
     names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]

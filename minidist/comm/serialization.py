@@ -1,7 +1,7 @@
 """Values as bytes: msgpack with a few extensions, never pickle: reading a message runs no code of
 its sender.
 
-NumPy is loaded when an array comes: launcher, monitor and node agent send none, and start in a
+NumPy is imported only for arrays: launcher, monitor and node agent send none, and so start in a
 third of the time.
 """
 
@@ -19,36 +19,36 @@ from minidist.errors import CommError, DtypeError
 if TYPE_CHECKING:
     import numpy as np
 
-NESTING = 32  # tuples and sets inside one another, packed or read
+NESTING = 32  # maximum depth of tuples and sets inside one another
 
 
 class Kind(enum.IntEnum):
-    """msgpack extension codes of what msgpack does not know by itself."""
+    """The msgpack extension codes of types that msgpack does not support itself."""
 
     ARRAY, SCALAR, TUPLE, SET, FROZENSET, COMPLEX, INTEGER = range(1, 8)
 
 
 # NumPy's own, with byte order
 _PLAIN_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,6}|[mM]8(?:\[\w+\])?)")
-_BASES: tuple[type[Any], ...] = (int, float, str, bytes, list, dict)  # subclasses travel as these
+_BASES: tuple[type[Any], ...] = (int, float, str, bytes, list, dict)  # subclasses are sent as these
 _COLLECTIONS: dict[int, type[Any]] = {Kind.TUPLE: tuple, Kind.SET: set, Kind.FROZENSET: frozenset}
 
 
 def pack(obj: Any) -> bytes:
-    """A value as bytes: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, NumPy
-    arrays and scalars of every dtype but object and structured ones, with those of ml_dtypes;
-    nested at will (tuples: 32 deep).
+    """Return a value as bytes: None, bool, int, float, complex, str, bytes, list, tuple, set, dict,
+    NumPy arrays and scalars of every dtype except object and structured ones, with those of
+    ml_dtypes; nested (tuples: at most 32 deep).
 
-    Cost:    an array is copied several times, once more for each tuple it is in: for control
+    Cost:    an array is copied several times, once more for each tuple around it: for control
              messages, not for data.
-    Raises:  DtypeError naming the type that cannot travel.
+    Raises:  DtypeError naming a type that is not supported.
     """
     return _pack(obj, 0)
 
 
 def unpack(data: bytes) -> Any:
-    """The value that pack made into bytes; arrays are new and writable. Raises CommError if `data`
-    is anything else."""
+    """Return the value that pack made into bytes; arrays are new and writable. Raises CommError if
+    `data` is anything else."""
     return _unpack(data, 0)
 
 
@@ -70,7 +70,7 @@ def _pack(obj: Any, depth: int) -> bytes:
 
 
 def _encode(obj: Any, depth: int) -> Any:
-    """What msgpack does not know, as an extension; a subclass of a type it knows, as that type."""
+    """Return an extension for a type that msgpack does not support; a subclass as its base type."""
     if np := sys.modules.get("numpy"):  # else there is no array
         if isinstance(obj, np.ndarray):
             parts = [_dtype_text(obj.dtype), list(obj.shape), obj.tobytes()]
@@ -131,7 +131,7 @@ def _decode(code: int, data: bytes, depth: int) -> Any:
 
 
 def _array(dtype: "np.dtype[Any]", shape: list[int], raw: bytes) -> "np.ndarray":
-    """An array of its own memory; the bytes that came must be exactly those the shape needs."""
+    """Return a new array; raise unless `raw` has exactly the bytes that the shape needs."""
     import numpy as np
 
     if math.prod(shape) * dtype.itemsize != len(raw):
@@ -142,7 +142,7 @@ def _array(dtype: "np.dtype[Any]", shape: list[int], raw: bytes) -> "np.ndarray"
 
 
 def _dtype_text(dtype: "np.dtype[Any]") -> str:
-    """numpy's code with byte order ('<f4'), or the name of one of ml_dtypes' types ('bfloat16')."""
+    """Return NumPy's code with byte order ('<f4'), or an ml_dtypes type's name ('bfloat16')."""
     if _is_extra(dtype.name):
         if not dtype.isnative:
             raise DtypeError(
@@ -167,7 +167,7 @@ def _dtype_named(text: str) -> "np.dtype[Any]":
 
 
 def _is_extra(name: str) -> bool:
-    """Whether ml_dtypes adds a scalar type of this name to NumPy's."""
+    """Return whether ml_dtypes adds a scalar type of this name to NumPy's."""
     import ml_dtypes
     import numpy as np
 

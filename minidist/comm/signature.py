@@ -1,16 +1,15 @@
-"""The signature of a call: what every rank must agree on, and how a disagreement is told.
+"""The signature of a call: the fields that every rank must agree on, and the error if they do not.
 
 A message's header (`meta`) is the call's sequence in 8 bytes, and up to three msgpack objects, one
 after the other:
 
     key     sequence [group, verb, algorithm, op, root, dtype, shape]   equal on all ranks of the call
-    where   "file:line" of the program that called                      may differ
+    where   "file:line" of the program's call                           may differ
     block   [dtype, shape, device] of this message                      only where the receiver cannot know them
 
-so the receiver of a matching message compares one bytes prefix. None in dtype or shape means "this
-rank does not know it" (a broadcast's receiver) or, inside a shape, "may differ" (the first dim of a
-gather; with
-`out` that of the result is compared).
+so the receiver of a matching message compares one prefix of bytes. None in dtype or shape means
+"this rank does not know it" (a broadcast's receiver) or, inside a shape, "may differ" (the first
+dim of a gather; with `out` the result's first dim is compared).
 """
 
 import json
@@ -31,7 +30,8 @@ Shape = tuple[int | None, ...]
 
 @lru_cache(maxsize=256)
 def dtype_code(dtype: "np.dtype") -> str:
-    """The name of a dtype on the wire: NumPy's own string ("<f4"), or ml_dtypes' name ("bfloat16").
+    """Return the name of a dtype on the wire: NumPy's own string ("<f4"), or ml_dtypes' name
+    ("bfloat16").
 
     Raises: DtypeError for a dtype whose values are references (object, StringDType) or that has no
     name.
@@ -47,7 +47,7 @@ def dtype_code(dtype: "np.dtype") -> str:
     extra = getattr(ml_dtypes, dtype.name, None) is dtype.type
     code = dtype.name if extra else npy_format.dtype_to_descr(dtype) if dtype.names else dtype.str
     text = code if isinstance(code, str) else json.dumps(code)
-    if dtype_of(text) != dtype:  # of ml_dtypes also those in the other byte order
+    if dtype_of(text) != dtype:  # e.g. a dtype of ml_dtypes in the other byte order
         raise DtypeError(
             f"arrays of dtype {dtype} cannot be sent: the dtype has no name that other ranks know; "
             f"convert to one that has, in this machine's byte order"
@@ -57,7 +57,7 @@ def dtype_code(dtype: "np.dtype") -> str:
 
 @lru_cache(maxsize=256)
 def dtype_of(code: str) -> "np.dtype":
-    """The dtype that `dtype_code` named."""
+    """Return the dtype that `dtype_code` named."""
     import ml_dtypes
     import numpy as np
     from numpy.lib import format as npy_format
@@ -68,7 +68,7 @@ def dtype_of(code: str) -> "np.dtype":
 
 
 def _fields(described: list[Any]) -> list[tuple[Any, ...]]:
-    """Return the fields of a structured dtype with the tuples that JSON made lists.
+    """Return the fields of a structured dtype, with tuples where JSON has lists.
 
     Python's own notation would need ast, which CPython does not let two threads use at once.
     """
@@ -80,13 +80,13 @@ def _fields(described: list[Any]) -> list[tuple[Any, ...]]:
     return fields
 
 
-# a loop makes the same calls again: this saves 1 µs of each
+# a loop repeats the same calls: this saves 1 µs per call
 _packed = lru_cache(maxsize=256)(msgpack.packb)
 
 
 class BlockHeader(NamedTuple):
-    """What a message brings, where the receiver cannot know it; `device` is where the sender's
-    array lives."""
+    """The dtype and shape of a message that its receiver cannot know; `device`: of the sender's
+    array."""
 
     dtype: "np.dtype"
     shape: tuple[int, ...]
@@ -95,12 +95,12 @@ class BlockHeader(NamedTuple):
 
 @lru_cache(maxsize=256)
 def pack_block(dtype: "np.dtype", shape: tuple[int, ...], device: str) -> bytes:
-    """The last object of a header."""
+    """Return the last object of a header."""
     return msgpack.packb((dtype_code(dtype), shape, device))  # type: ignore[no-any-return]
 
 
 class Signature(NamedTuple):
-    """One rank's view of one call. Compared field by field, `where` aside."""
+    """A rank's description of a call. Compared field by field, except `where`."""
 
     group: int
     sequence: int
@@ -113,13 +113,13 @@ class Signature(NamedTuple):
     where: str
 
     def pack(self) -> tuple[bytes, bytes]:
-        """(key, where) as they go into a header."""
+        """Return (key, where) as they are written in a header."""
         return self.sequence.to_bytes(8, "big") + _packed((self.group, *self[2:8])), _packed(
             self.where
         )
 
     def describe(self) -> str:
-        """ "all_reduce(float32 (3, 4), op=sum, algorithm=ring), its call 7, at train.py:40"."""
+        """Return a text: "all_reduce(float32 (3, 4), op=sum), its call 7, at train.py:40"."""
         kind = "" if self.dtype is None else str(dtype_of(self.dtype))
         shape = "" if self.shape is None else str(self.shape).replace("None", "?")
         parts = [
@@ -140,7 +140,7 @@ class Signature(NamedTuple):
         )
 
     def agrees(self, other: "Signature") -> bool:
-        """Whether both describe the same call; what one of them does not know matches anything."""
+        """Return whether both describe the same call; an unknown field (None) matches anything."""
         return (
             self[:6] == other[:6]
             and _same(self.dtype, other.dtype)
@@ -159,7 +159,7 @@ def _same(mine: Any, theirs: Any) -> bool:
 
 
 def unpack(meta: bytes) -> tuple[Signature, BlockHeader | None]:
-    """A header's signature, and its block if it carries one. Raises: MismatchError if it is no
+    """Return a header's signature, and its block if present. Raises: MismatchError if it is not the
     header of a call."""
     with _read(meta) as unpacker:
         unpacker.feed(meta[8:])
@@ -171,8 +171,8 @@ def unpack(meta: bytes) -> tuple[Signature, BlockHeader | None]:
 
 @lru_cache(maxsize=256)
 def behind_key(rest: bytes) -> tuple[str, BlockHeader | None]:
-    """What a header has behind its key: where, and a block. Remembered: that saves 3 µs a block.
-    Raises: as unpack."""
+    """Return the rest of a header after its key: where, and the block if present. Cached, which
+    saves 3 µs per block. Raises: as unpack."""
     with _read(rest) as unpacker:
         unpacker.feed(rest)
         where, *block = unpacker
@@ -195,7 +195,8 @@ def _block(objects: list[Any]) -> BlockHeader | None:
 
 
 def mismatch(mine: Signature, my_rank: int, theirs: Signature, their_rank: int) -> MismatchError:
-    """The error that shows both calls, by world rank, and says in what they differ."""
+    """Return the error that shows both calls, by world rank, and the fields in which they
+    differ."""
     names = [
         name for name, a, b in zip(Signature._fields[:8], mine, theirs, strict=False) if a != b
     ]

@@ -1,14 +1,13 @@
-"""Groups made of groups: the ranks of the new one, their order, and its id. Pure: nothing is sent
-here.
+"""The ranks, order and id of a group that is made from another group. Nothing is sent here.
 
     world       0 1 2 3 4 5
     color       0 1 0 1 0 1     split: the ranks of one color, in the order of their keys
     even, odd   0 . 2 . 4 .     . 1 . 3 . 5
-    without 2   0 1 . 3 4 5     those that are left
+    without 2   0 1 . 3 4 5     the remaining ranks
 
-An id is a hash of the parent's id and of how the subgroup came about: the same on every rank and in
-every run, and a different one for every group, so groups that overlap or are nested may be used at
-once.
+An id is a hash of the parent's id and of the operation that made the subgroup: the same on every
+rank and in every run, and different for every group, so groups that overlap or are nested may be
+used at the same time.
 """
 
 import hashlib
@@ -20,13 +19,13 @@ from minidist.comm.calls.members import Members
 from minidist.errors import ConfigError
 
 Subgroup = tuple[int, str, list[int], list[int]]
-"""A group to be made: id, axis, ranks in their order by their rank in the parent, and where each
-reserved its board."""
+"""A group to be made: id, axis, its ranks in order (by their rank in the parent), and each rank's
+reserved place of the board."""
 
 
 def row(members: Members, color: int | None, key: int | None, axis: str | None) -> np.ndarray:
-    """What this rank tells the others in a split: [[has a color, color, key, place of its board]],
-    int64 (1, 4).
+    """Return this rank's row of a split: [[has a color, color, key, place of its board]], int64 (1,
+    4).
 
     Raises: ConfigError for a color or key that is no integer of 64 bits, and for an axis without a
     name.
@@ -45,10 +44,11 @@ def row(members: Members, color: int | None, key: int | None, axis: str | None) 
 def of_color(
     members: Members, number: int, color: int, table: np.ndarray, axis: str | None
 ) -> Subgroup:
-    """The ranks that pass `color`, in the order of their keys, then of their ranks.
+    """Return the group of the ranks that pass `color`, in the order of their keys, then of their
+    ranks.
 
-    Args: number: how many splits of the group this one makes; table: all ranks' rows, int64 (size,
-    4).
+    Args: number: the number of this split in the group, from 1; table: all ranks' rows, int64
+    (size, 4).
     """
     chosen = sorted(
         (int(entry[2]), rank, int(entry[3]))
@@ -64,8 +64,8 @@ def of_color(
 
 
 def without(members: Members, gone: Iterable[int]) -> Subgroup:
-    """The ranks that are not `gone`, in their order. Raises: ConfigError for a rank that the group
-    does not have."""
+    """Return the group of the ranks that are not `gone`, in their order. Raises: ConfigError for a
+    rank that the group does not have."""
     lost = sorted(set(gone))
     if unknown := [rank for rank in lost if rank not in range(members.size)]:
         raise ConfigError(
@@ -76,7 +76,8 @@ def without(members: Members, gone: Iterable[int]) -> Subgroup:
 
 
 def derived_id(parent: int, how: str) -> int:
-    """The id, the same on every rank, of a group that was made of another one in that way."""
+    """Return the id of a group made from group `parent` by the operation `how`; the same on every
+    rank."""
     return int.from_bytes(
         hashlib.blake2b(f"{parent}/{how}".encode(), digest_size=8).digest(), "little"
     )

@@ -1,25 +1,25 @@
-"""The interface of a transport: it moves bytes between two ranks, and knows nothing else.
+"""The interface of a transport: it moves bytes between two ranks, and does nothing else.
 
     handle = transport.start_send(peer, tag, view, meta)            # the array must not change
-                                                                    before wait()
-    handle = transport.start_recv(peer, tag, accept, reduce=None)   # accept(meta, nbytes) says
-                                                                    where the bytes go
+                                                                    # before wait()
+    handle = transport.start_recv(peer, tag, accept, reduce=None)   # accept(meta, nbytes) returns
+                                                                    # the array to fill
     handle.wait()
 
 A new transport is one short file that keeps the promises below, plus its name in
-launch/transports.py and in tests/comm/test_conformance.py, which holds it to them.
+launch/transports.py and in tests/comm/test_conformance.py, which tests the promises.
 
-Order       Messages between two ranks with the same tag arrive in the order they were started. Tags
-            are independent: a message without a receive never holds up one with another tag.
-Progress    `wait()` drives the transfer in the calling thread, and while it waits every other
-            handle of this rank moves on too. So `start_send; start_recv; wait both` never
-            deadlocks, whatever the sizes, on any transport.
+Order       Messages between two ranks with the same tag arrive in the order of their start. Tags
+            are independent: a message without a receive never blocks a message with another tag.
+Progress    `wait()` drives the transfer in the calling thread, and meanwhile also every other
+            transfer of this rank. So `start_send; start_recv; wait both` never deadlocks, whatever
+            the sizes, on any transport.
 Threads     Every method may be called from several threads of the rank at once.
-Limits      A wait ends after `limit` seconds at the latest, with errors.TimeoutError that names
-            this rank, the peer and the tag. A lost peer raises PeerLostError with its world rank.
-            After `abort(error)` every wait that is not yet satisfied raises `error`.
-Deadlock    A wait longer than waits.QUIET tells `waits` what it is and for which ranks.
-Waiting     A waiting rank yields its core: a short spin at most, then it sleeps in the kernel.
+Limits      A wait ends after at most `limit` seconds, with errors.TimeoutError that names this
+            rank, the peer and the tag. A lost peer raises PeerLostError with its world rank. After
+            `abort(error)` every unfinished wait raises `error`.
+Deadlock    A wait longer than waits.QUIET is reported to `waits`, with a text and its ranks.
+Waiting     A waiting rank yields its core: it spins only briefly, then sleeps in the kernel.
 Counting    Transports do not count. Calls do (comm/calls/call.py).
 """
 
@@ -41,23 +41,23 @@ Accept = Callable[[bytes, int], np.ndarray]
 fills.
 
 Called once, when the header has arrived, in a thread of the receiving rank, under no lock of the
-transport. What it raises (MismatchError, say) is raised by the handle's `wait()`; the payload is
-then dropped and the link stays usable.
+transport. If it raises an error (e.g. MismatchError), the handle's `wait()` raises it; the payload
+is then dropped and the link stays usable.
 """
 
 Reduce = Callable[[np.ndarray, int, np.ndarray], None]
 """`reduce(target, start, piece)` combines `piece` into `target[start:start + len(piece)]`, straight
-from the buffer.
+from the receive buffer.
 
-`target` is what `accept` returned; `piece` is 1-D, typed like `target`, holds whole elements, and
-is only read (it may be the sender's own memory). Pieces cover the target once, in order; an empty
-message may bring none.
+`target` is the array that `accept` returned; `piece` is 1-D, has the dtype of `target`, holds whole
+elements, and is only read (it may be the sender's own memory). Pieces cover the target once, in
+order; an empty message may have no piece.
 """
 
 
 class ShortReceive(NamedTuple):
-    """A message of which the receiver knows what it will look like; `into()` is called when it is
-    there."""
+    """A short message whose header and length the receiver knows in advance; `into()` is called
+    when it has arrived, and returns the array to fill."""
 
     peer: int
     meta: bytes
@@ -66,15 +66,16 @@ class ShortReceive(NamedTuple):
 
 
 class Tag(NamedTuple):
-    """What keeps streams of messages apart: a group's 64-bit id, and a number within it (unsigned
-    64-bit both)."""
+    """The name of a stream of messages: a group's 64-bit id, and a number within it (both unsigned
+    64-bit)."""
 
     group: int
     sequence: int
 
 
 class Board(ABC):
-    """Memory where every rank of a group shows what it has, and all look. One thread at a time.
+    """Memory in which every rank of a group shows arrays that all others read. One thread at a
+    time.
 
     Attributes: lends   whether the ranks may also read() each other's own memory; the same on all
                         of them
@@ -86,40 +87,39 @@ class Board(ABC):
     def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
         """Show `arrays` (1-D, contiguous), at most SHOWN_BYTES (limits.py) in all.
 
-        Returns: for each rank its meta, and its arrays one after the other as uint8, where they
-        lie: only to be read,
-                 and only until the next show() or close().
-        Raises:  PeerLostError, TimeoutError, what `abort` was given.
+        Returns: for each rank its meta, and its arrays joined as uint8, in place: read-only, valid
+                 until the next show() or close().
+        Raises:  PeerLostError, TimeoutError, the error given to `abort`.
         """
 
     @abstractmethod
     def lendable(self, array: np.ndarray) -> bool:
-        """Whether the others can read() this array of ours. Memory that a device's driver has
-        mapped, they cannot."""
+        """Return whether other ranks can read() this rank's array; not if a device's driver has
+        mapped its memory."""
 
     @abstractmethod
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
-        """Fill a contiguous array with the bytes at `address` of another rank's memory, until its
-        next show(); only where `lends`. Raises: PeerLostError, what `abort` was given.
+        """Fill a contiguous array with the bytes at `address` of another rank's memory, before its
+        next show(); only if `lends`. Raises: PeerLostError, the error given to `abort`.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give the place back. Every rank has returned from its last show()."""
+        """Give this rank's part back. Every rank has returned from its last show()."""
 
 
 class Transport(ABC):
-    """One rank's end of the links to every other rank of the job.
+    """A rank's end of the links to every other rank of the job.
 
     Attributes: name        "threads", "tcp", "shm+tcp", …
                 world_rank  this rank in the job
                 world_size  number of ranks in the job
-                limit       seconds that any one wait may last; may be changed between calls
-                waits       this rank's lasting waits, for the detection of deadlocks
-                profile     what messages cost, as rank 0 told when the job met; None if it was not
+                limit       maximum seconds of a wait; may be changed between calls
+                waits       this rank's long waits, for the detection of deadlocks
+                profile     the cost of messages, sent by rank 0 when the job started; None if not
                             measured
-                device      for arrays on the GPU (device_lane.py); None where they travel by way of
-                            the host
+                device      the transport of arrays on the GPU (device_lane.py); None if they are
+                            sent through the host
     """
 
     name: str
@@ -132,27 +132,27 @@ class Transport(ABC):
 
     @property
     def inside(self) -> str:
-        """The link class (comm/cost/link_model.py) between ranks of one node."""
+        """The link class (comm/cost/link_model.py) of links between ranks of one node."""
         return self.name
 
     @property
     def shared_bytes(self) -> int:
-        """At most so much memory that ranks of one host share is this rank's to write; in no
-        account (account.py)."""
+        """Maximum bytes of the host's shared memory that this rank may write; in no memory account
+        (account.py)."""
         return 0
 
     @abstractmethod
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
-        """Begin to send `view` (1-D, contiguous, host memory, any dtype, perhaps read-only or
-        empty) and `meta` to the world rank `peer`; messages to oneself go by loopback().
+        """Begin to send `view` (1-D, contiguous, host memory, any dtype, possibly read-only or
+        empty) and `meta` to the world rank `peer`; a rank sends to itself by loopback().
         """
 
     @abstractmethod
     def start_recv(
         self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None
     ) -> Handle:
-        """Begin to receive the next message of `tag` from `peer` into what `accept` returns, or
-        `reduce` it there."""
+        """Begin to receive the next message of `tag` from `peer` into the array that `accept`
+        returns, or to `reduce` it there."""
 
     def swap(
         self,
@@ -160,33 +160,32 @@ class Transport(ABC):
         sends: Sequence[tuple[int, np.ndarray, bytes]],
         receives: Sequence[ShortReceive],
     ) -> tuple[list[Handle], list[bool]] | None:
-        """Send short messages and take those that come back, without any ado, where the links to
-        all are idle.
+        """Fast path: send short messages and receive the replies directly, if the links to all
+        peers are idle.
 
-        Args:    sends: (peer, view, meta), as start_send's; receives: at most one from each peer.
-        Returns: the handles of the sends, and which of `receives` have come; the others are yet to
-        be received by
-                 start_recv, one that looks otherwise among them. None: nothing was sent, go on as
-                 usual.
+        Args:    sends: (peer, view, meta), as for start_send; receives: at most one per peer.
+        Returns: the handles of the sends, and for each of `receives` whether it has arrived.
+                 Receive the others by start_recv, also if their header or length differs. None:
+                 nothing was sent; use start_send and start_recv.
         """
         return None
 
     @abstractmethod
     def loopback(self) -> "Transport":
-        """A buffered link of this rank to itself, its only peer; it ends with this transport's
-        waits."""
+        """Return a buffered link of this rank to itself, its only peer; an abort of this transport
+        also ends its waits."""
 
     def reserve_board(self) -> int:
-        """Where a board of this rank may lie, for open_board(); -1 where ranks share no memory, or
-        none is left."""
+        """Reserve and return this rank's place of a board, for open_board(); -1 if ranks share no
+        memory, or no place is left."""
         return -1
 
     def open_board(self, world_ranks: Sequence[int], places: Sequence[int]) -> "Board | None":
-        """The board of a group whose ranks reserved these places; None if one of them had none."""
+        """Return the board of a group whose ranks reserved these places; None if one is -1."""
         return None
 
     def check_native(self, op: str | None, dtype: np.dtype | None) -> None:
-        """Raises ConfigError unless this transport has collectives of its own, and for this op on
+        """Raise ConfigError unless this transport has its own collectives, and supports this op on
         this dtype."""
         raise self._without_native()
 
@@ -197,7 +196,7 @@ class Transport(ABC):
         )
 
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
-        """Its own collectives among `world_ranks`, the ranks of the group with that id.
+        """Return its own collectives for `world_ranks`, the ranks of the group with that id.
 
         Raises ConfigError as check_native() does.
         """
@@ -208,11 +207,11 @@ class Transport(ABC):
         self.waits.abort(error)
 
     def lose(self, error: PeerLostError) -> None:
-        """One rank is lost and the job goes on, if the transport can: waits for it raise `error`.
-        From any thread."""
+        """Make waits for a lost rank raise `error`; the job continues, if the transport can. From
+        any thread."""
         self.abort(error)
 
     @abstractmethod
     def close(self) -> None:
-        """Release threads, connections, memory and files. Messages that were waited for have been
+        """Release threads, connections, memory and files. Messages whose wait() has returned are
         delivered."""

@@ -1,10 +1,10 @@
-"""What each collective verb does before its algorithm runs: decide where the call works, check the
-arguments, find a place for the result.
+"""The part of each collective verb before its algorithm runs: choose the device, check the
+arguments, prepare the result.
 
-A function here returns a Call that is ready to run, in the caller's thread now or in the group's
-worker later. Errors in this rank's own arguments are raised here, at once; the messages tell where
-ranks disagree. What the arguments mean, and what the calls raise, stands at the methods of Group
-(group.py). Nothing is sent here.
+A function here returns a Call that is ready to run: now in the caller's thread, or later in the
+group's worker. Errors in this rank's own arguments are raised here, at once; disagreement between
+ranks is found in the messages. The methods of Group (group.py) document the arguments and errors.
+Nothing is sent here.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ from minidist.errors import ConfigError, DtypeError, ShapeError
 
 
 class CallDevice(NamedTuple):
-    """Where a call works, decided once per call.
+    """The devices of a call, decided once per call.
 
-    Fields: device   where this rank's own arrays live: "cpu" or "cuda"; None if it brings none
-            where    where the algorithm works
-            side     the stream that carries it out on the GPU, or None
+    Fields: device   the device of this rank's own arrays: "cpu" or "cuda"; None if it has none
+            where    the device of the algorithm
+            side     the stream that carries the call out on the GPU, or None
     """
 
     device: str | None
@@ -46,18 +46,18 @@ class CallDevice(NamedTuple):
     side: SideStream | None
 
 
-# of most calls; made once, because a NamedTuple takes half a microsecond
+# for most calls; made once, because a NamedTuple takes half a microsecond
 ON_HOST = CallDevice("cpu", "cpu", None)
 
 
 class Prepared(NamedTuple):
-    """What a verb needs of a call in which this rank brings one array.
+    """The prepared parts of a call in which each rank has one array.
 
-    Fields: array     the argument, contiguous, where the algorithm works
-            result    where the result goes
+    Fields: array     the argument, contiguous, on the algorithm's device
+            result    the array of the result
             name      of the algorithm
             function  the algorithm
-            reduction what the algorithm does to the ranks' arrays, or None
+            reduction the reduction of the ranks' arrays, or None
     """
 
     place: CallDevice
@@ -142,7 +142,7 @@ def reduced(
 
 
 def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
-    """Return the call of a reduce_scatter: its result is chunk `rank` of all_reduce's."""
+    """Return the call of a reduce_scatter: its result is chunk `rank` of all_reduce's result."""
     ready = _prepare(group, "reduce_scatter", x, out, algorithm, op)
     array = ready.array
     flat = _flat(array)
@@ -173,7 +173,7 @@ def gathered(
     own = ready.array if ready.array.ndim else ready.array.reshape(1)  # a number is one row
     function = ready.function if root is None else partial(ready.function, root=root)
 
-    # The ranks' blocks may differ in length. What all are to have is their sum, which `out` tells.
+    # The ranks' blocks may differ in length. All must agree on their sum, the length of `out`.
     length = None if result.out is None or not result.out.ndim else result.out.shape[0]
 
     def work(call: Call) -> None:
@@ -231,8 +231,8 @@ def barrier(group: Members, algorithm: str) -> Call:
 def _prepare(
     group: Members, verb: str, x: Any, out: Any, algorithm: str, op: str | None = None
 ) -> Prepared:
-    """Return what the verb needs of a call to which each rank brings one array; `op`: a reduction,
-    to which all bring arrays of one length."""
+    """Return the prepared parts of a call to which each rank brings one array; `op`: a reduction,
+    where all arrays have one length."""
     place = _place(group, algorithm, x, op=op)
     array = argument(verb, x, place.where)
     # a reduction's result has the argument's shape, so its array is made now, not on the side
@@ -244,12 +244,12 @@ def _prepare(
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
-    """Return a contiguous array as one of one dim: itself, where it is one."""
+    """Return a contiguous array as 1-D: itself, if it is."""
     return array if array.ndim == 1 else array.reshape(-1)
 
 
 def _nothing(returned: Any, device: str | None) -> None:
-    """Deliver no result: Call.deliver where this rank gets none."""
+    """Return None: the `deliver` of ranks without a result."""
 
 
 def _choose(
@@ -260,8 +260,8 @@ def _choose(
     array: np.ndarray | None = None,
     op: str | None = None,
 ) -> tuple[str, Callable[..., Any]]:
-    """Return the algorithm's name and function; `array` where all ranks bring one of that length,
-    `op` what they do with it."""
+    """Return the algorithm's name and function; `array` if all ranks have arrays of this length,
+    `op` if they are reduced."""
     if where == "cuda":
         name = "native"
     else:
@@ -290,8 +290,8 @@ def _reduction(verb: str, op: Any, array: np.ndarray, group: Members) -> Reducti
 
 
 def _place(group: Members, algorithm: str, *arrays: Any, op: str | None = None) -> CallDevice:
-    """Return where a call works: on the GPU if this rank's arrays are there and can be dealt with
-    there."""
+    """Return the devices of a call: the GPU if this rank's arrays are there and the transport
+    supports the call there."""
     device = device_of(*arrays)
     if device == "cpu":
         return ON_HOST
@@ -313,8 +313,8 @@ def _place(group: Members, algorithm: str, *arrays: Any, op: str | None = None) 
 
 
 def _place_of_all(group: Members, algorithm: str, x: Any) -> CallDevice:
-    """Return where a call works to which only the root brings an array: all ranks prepare for the
-    GPU, because they do not know where that is."""
+    """Return the devices of a call to which only the root brings an array: all ranks prepare for
+    the GPU, because they do not know the root's device."""
     place = _place(group, algorithm, x)
     gpu = group.transport.device
     if gpu is None or group.size == 1 or algorithm not in ("auto", "native"):

@@ -1,5 +1,5 @@
-"""What every connection of a job speaks: a handshake that keeps strangers out, small frames, and
-values as bytes.
+"""The protocol of every connection of a job: a handshake that keeps strangers out, small frames,
+and values as bytes.
 
     connecting side (greet)                                accepting side (admit)
                                      <---                  MAGIC, nonce A
@@ -8,13 +8,12 @@ values as bytes.
                                                            zeros: refused
 
 A proof is HMAC-SHA256 under the job's token (RFC 2104). Both nonces are fresh, so an old
-conversation cannot be replayed; the role is part of the proof, so no proof can be sent back to its
-sender; the accepting side shows its proof only after it has seen one. The token itself never
-travels, and no message here prints it. What follows the handshake is neither encrypted nor signed:
-loopback or a private network is assumed, as MPI and NCCL assume it.
+conversation cannot be replayed; the role is part of the proof, so a proof cannot be sent back to
+its sender; the accepting side shows its proof only after it has checked the other proof. The token
+itself is never sent, and no message here prints it. After the handshake, data is neither encrypted
+nor signed: loopback or a private network is assumed, as in MPI and NCCL.
 
-Values travel as serialization.py packs them: never as pickle. Every read is limited in length and
-in time.
+Values are packed by serialization.py: never as pickle. Every read is limited in length and time.
 """
 
 import hmac
@@ -43,8 +42,8 @@ __all__ = [
 
 MAGIC = b"minidist"
 PROOF_BYTES = NONCE_BYTES = 32
-HELLO_BYTES = 4096  # a stranger can make us read no more than this
-FRAME_BYTES = 16 << 20  # an admitted rank can make us read no more than this at once
+HELLO_BYTES = 4096  # maximum bytes that a stranger can make us read
+FRAME_BYTES = 16 << 20  # maximum bytes that an admitted rank can make us read at once
 REFUSED = bytes(PROOF_BYTES)
 
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # macOS has none; Python ignores SIGPIPE
@@ -53,7 +52,7 @@ _FRAME_HEADER = struct.Struct(">I")
 
 
 def new_token() -> bytes:
-    """A job's secret: 64 hexadecimal digits drawn from the system's randomness (256 bits)."""
+    """Return a job's secret: 64 hexadecimal digits of the system's randomness (256 bits)."""
     return secrets.token_hex(32).encode()
 
 
@@ -62,8 +61,8 @@ def new_token() -> bytes:
 
 
 def greet(sock: socket.socket, token: bytes, hello: dict[str, Any], limit: float) -> None:
-    """Prove to the accepting side that we belong to its job, and have it prove the same; `hello`
-    describes us.
+    """Prove to the accepting side that this process belongs to its job, and check its proof of the
+    same; `hello` describes this process.
 
     Cost:    one and a half round trips, 138 bytes and the packed hello (at most 4 KiB).
     Raises:  HandshakeError naming the address: another token, not minidist, or a connection closed
@@ -107,13 +106,13 @@ def greet(sock: socket.socket, token: bytes, hello: dict[str, Any], limit: float
 def admit(
     sock: socket.socket, token: bytes, limit: float, *, proven: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Let the connecting side in only if it knows the job's token; returns its hello.
+    """Admit the connecting side only if it knows the job's token; return its hello.
 
-    Args:    proven: called when the other side has proven itself, before it is told so. What it
-             raises refuses it.
+    Args:    proven: called after the other side's proof is checked and before ours is sent. An
+             error that it raises refuses the other side.
     Raises:  HandshakeError naming the address: a wrong token, random bytes, or a connection closed
-             in between; TimeoutError after `limit` seconds, however slowly bytes dribble in. The
-             caller closes the socket.
+             in between; TimeoutError after `limit` seconds, however slowly bytes arrive. The caller
+             closes the socket.
     """
     deadline = _deadline(limit)
     peer = address_of(sock)
@@ -146,8 +145,8 @@ def admit(
 
 
 def _proof(token: bytes, role: bytes, first: bytes, second: bytes, hello: bytes) -> bytes:
-    """HMAC-SHA256 of the role, both nonces and the hello; all parts but the last have a fixed
-    length."""
+    """Return HMAC-SHA256 of the role, both nonces and the hello; all parts except the last have a
+    fixed length."""
     return hmac.digest(token, role + first + second + hello, "sha256")
 
 
@@ -165,11 +164,11 @@ def send_frame(sock: socket.socket, obj: Any, limit: float | None = 10.0) -> Non
 
 
 def recv_frame(sock: socket.socket, limit: float | None = 10.0) -> Any:
-    """Receive one value sent by send_frame; limit None waits for ever (for a listener thread whose
+    """Receive one value sent by send_frame; limit None waits forever (for a listener thread whose
     socket is closed).
 
-    Raises:  PeerLostError if the connection ended; TimeoutError after `limit` s; CommError if what
-             came is no frame.
+    Raises:  PeerLostError if the connection ended; TimeoutError after `limit` s; CommError if the
+             bytes are not a frame.
     """
     deadline = _deadline(limit)
     peer = address_of(sock)
@@ -180,7 +179,7 @@ def recv_frame(sock: socket.socket, limit: float | None = 10.0) -> Any:
 
 
 def address_of(sock: socket.socket) -> str:
-    """host:port of the other end, for messages."""
+    """Return host:port of the other end, for messages."""
     try:
         name = sock.getpeername()
     except OSError:
@@ -189,7 +188,7 @@ def address_of(sock: socket.socket) -> str:
 
 
 def written(address: tuple[Any, ...]) -> str:
-    """Return a host's address and a port as they are written: 10.0.0.1:29500, [fd00::1]:29500."""
+    """Return a host's address and a port in the usual form: 10.0.0.1:29500, [fd00::1]:29500."""
     host = str(address[0]).removeprefix("::ffff:")  # IPv4, as a listener for both sees it
     return f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
 
@@ -199,7 +198,7 @@ def _deadline(limit: float | None) -> float | None:
 
 
 def _read(sock: socket.socket, count: int, deadline: float | None, peer: str) -> bytes:
-    """Exactly `count` bytes, whatever the pieces they come in."""
+    """Return exactly `count` bytes, received in any number of pieces."""
     data = bytearray(count)
     filled = 0
     view = memoryview(data)
@@ -218,8 +217,8 @@ def _read(sock: socket.socket, count: int, deadline: float | None, peer: str) ->
 
 
 def _write(sock: socket.socket, data: bytes, deadline: float | None, peer: str) -> None:
-    """All of `data`. Polling and MSG_DONTWAIT leave the socket's own mode alone: another thread may
-    be reading."""
+    """Send all of `data`. Polling and MSG_DONTWAIT do not change the socket's own mode: another
+    thread may be reading."""
     view = memoryview(data)
     while view:
         _wait(

@@ -1,1 +1,1 @@
-"""One collective call: its arrays, chunks and reduction, and the handle of a call under way."""
+"""A collective call: its arrays, chunks and reduction, and the handle of a call in progress."""

@@ -1,5 +1,5 @@
-"""Calls under way: what a `start_…` verb returns, and the worker that carries a group's calls out
-in order."""
+"""Calls in progress: the handle that a `start_…` verb returns, and the worker that carries out a
+group's calls in order."""
 
 import threading
 import time
@@ -27,8 +27,7 @@ _LOOK = 1.0  # seconds between checks that the worker still lives
 
 @entries
 class Pending(ABC):
-    """A call that was started. Its argument must not change before wait() returned, nor `out` be
-    read."""
+    """A started call. Until wait() has returned, do not change its argument or read `out`."""
 
     @abstractmethod
     def wait(self) -> Any:
@@ -40,12 +39,12 @@ class Pending(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Ask without a wait. Returns: whether wait() would return or raise at once."""
+        """Check without waiting. Returns: whether wait() would return or raise at once."""
 
 
 @entries
 class PendingCall(Pending, RunningCall):
-    """A collective in a worker's queue; on a GPU the worker takes the stream of the thread that
+    """A collective in a worker's queue; on a GPU the worker uses the stream of the thread that
     started it."""
 
     def __init__(self, call: Call, worker: "CallWorker") -> None:
@@ -71,7 +70,7 @@ class PendingCall(Pending, RunningCall):
         with self:
             if not self.finished.wait(QUIET):
                 with self.worker.transport.waits.lasting("this rank's worker", tuple):
-                    # each wait of the call itself, in the worker, has a limit
+                    # each wait inside the call, in the worker, has a limit
                     while not self.finished.wait(_LOOK):
                         if not self.worker.alive():
                             raise CommError(
@@ -79,7 +78,7 @@ class PendingCall(Pending, RunningCall):
                                 "carried out"
                             )
             if self.error is not None:
-                self.worker.told = True  # the program knows of it now
+                self.worker.told = True  # the program has received it
                 raise self.error
             return self.call.settle(self.result)
 
@@ -87,15 +86,15 @@ class PendingCall(Pending, RunningCall):
         return self.finished.is_set()
 
     def ended_within(self, seconds: float) -> bool:
-        """Whether the call has ended at the latest after so many seconds; no wait of the program,
-        and none is told."""
+        """Return whether the call ends within `seconds`. Observers and the monitor are not informed
+        of this wait."""
         return self.finished.wait(seconds)
 
 
 @entries
 class PendingMessage(Pending, RunningCall):
-    """A send, a receive, or both, already with the transport; wait() drives them in the calling
-    thread."""
+    """A send, a receive, or both, already started in the transport; wait() drives them in the
+    calling thread."""
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class PendingMessage(Pending, RunningCall):
         deliver: Callable[[], Any],
         over: Callable[[bool, float], None],
     ) -> None:
-        """`over(failed, seconds of the wait)` is called when wait() knows the outcome."""
+        """`over(failed, seconds of the wait)` is called when wait() has the result."""
         self.signature = signature
         self.world_ranks = world_ranks
         self.handles = handles
@@ -132,12 +131,12 @@ class PendingMessage(Pending, RunningCall):
 
 
 class CallWorker:
-    """The thread that carries out a group's started calls, one after the other, in the order they
-    were started.
+    """The thread that carries out a group's started calls, one after the other, in the order of
+    their start.
 
     It uses the memory account of the thread that made it. An error is raised by the call's wait(),
-    and aborts the transport, so that the rank learns of it at its next wait of any kind; the calls
-    behind it end in the same error.
+    and aborts the transport, so that the rank's next wait of any kind raises it; the calls after it
+    in the queue end with the same error.
     """
 
     def __init__(self, name: str, transport: Transport) -> None:
@@ -166,7 +165,7 @@ class CallWorker:
         return pending
 
     def busy(self) -> bool:
-        """Whether a call is queued or carried out: a later one must wait its turn."""
+        """Return whether a call is queued or in progress: a later call must then be queued."""
         with self._lock:
             return self.unfinished > 0
 
@@ -174,7 +173,7 @@ class CallWorker:
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
-        """Carry out what is queued, then end the thread. Raises: the error of a call whose wait()
+        """Carry out the queued calls, then end the thread. Raises: the error of a call whose wait()
         was never called."""
         self._queue.put(None)
         with self._lock:  # another thread may be starting it
@@ -189,16 +188,16 @@ class CallWorker:
             while (pending := self._next()) is not None:
                 finished = pending.finished
                 self._carry_out(pending)
-                del pending  # before wait() returns: only its caller keeps the arrays then
-                with self._lock:  # both at once: idle means done, and done means idle
+                del pending  # before wait() returns: then only its caller keeps the arrays
+                with self._lock:  # change both at once: not busy if and only if all are finished
                     self.unfinished -= 1
                     if not self.unfinished:
                         self.transport.waits.workers.discard(threading.get_ident())
                     finished.set()
 
     def _next(self) -> PendingCall | None:
-        """The next call; None, which ends the thread, once the group is closed, or where none has
-        come for _IDLE s."""
+        """Return the next call, or None to end the thread: after close(), or after _IDLE s without
+        a call."""
         while True:
             with suppress(Empty):
                 return self._queue.get(timeout=_IDLE)

@@ -1,8 +1,8 @@
-"""The arrays of a call: the caller's argument made ready to send, and where its result goes.
+"""The arrays of a call: the caller's argument, prepared for sending, and the array of the result.
 
-Algorithms see contiguous NumPy arrays, except in calls that a device transport carries out on the
-GPU (device_lane.py). Other arrays are copied here, once on their way in or out; between GPU and
-host by pinned memory (backend.to_host).
+Algorithms get contiguous NumPy arrays, except in calls that a device transport carries out on the
+GPU (device_lane.py). Other arrays are copied here, once on the way in or out; between GPU and host
+through pinned memory (backend.to_host).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,18 +16,18 @@ from minidist.device import account, backend
 from minidist.errors import DtypeError, ShapeError
 
 Place = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""`place(shape, dtype)` -> the contiguous host array that an incoming block fills."""
+"""`place(shape, dtype)` -> the contiguous host array that receives an incoming block."""
 
 PlaceOf = Callable[[int], Place]
-"""`place(rank)` -> where the block that comes from `rank` goes."""
+"""`place(rank)` -> the Place of the block from `rank`."""
 
 
 def argument(verb: str, x: Any, device: str = "cpu") -> np.ndarray:
-    """`x` (array, scalar or nested list) as a contiguous array on `device`: itself, or a copy if it
-    has to be.
+    """Return `x` (array, scalar or nested list) as a contiguous array on `device`: itself, or a
+    copy if necessary.
 
-    Raises: DtypeError for a dtype that cannot travel, and for what is no plain array; ShapeError
-    for uneven lists.
+    Raises: DtypeError for a dtype that cannot be sent, and for objects that are not plain arrays;
+    ShapeError for uneven lists.
     """
     plain = type(x) is np.ndarray
     array = (
@@ -48,8 +48,8 @@ def argument(verb: str, x: Any, device: str = "cpu") -> np.ndarray:
 
 
 def as_array(verb: str, x: Any) -> np.ndarray:
-    """`x`, converted by NumPy. Raises: ShapeError, DtypeError with NumPy's reason; DtypeError for a
-    masked array."""
+    """Return `x`, converted by NumPy. Raises: ShapeError, DtypeError with NumPy's reason;
+    DtypeError for a masked array."""
     if isinstance(x, np.ma.MaskedArray):
         raise DtypeError(
             f"{verb}: x is a masked array, whose mask would be lost; pass x.filled(value), or "
@@ -57,7 +57,7 @@ def as_array(verb: str, x: Any) -> np.ndarray:
         )
     try:
         return np.asarray(x)
-    # uneven lists; what other libraries' arrays say
+    # for uneven lists, and errors of other libraries' arrays
     except (ValueError, TypeError, RuntimeError) as error:
         kind = ShapeError if isinstance(error, ValueError) else DtypeError
         raise kind(
@@ -66,8 +66,8 @@ def as_array(verb: str, x: Any) -> np.ndarray:
 
 
 def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.ndarray:
-    """`array`, or a copy if it shares memory with `out`, unless `out` is the array, or the `part`
-    that it replaces."""
+    """Return `array`, or a copy if it shares memory with `out`. No copy is needed if `out` has the
+    same elements as `array`, or as `part`, the part of `array` that the result replaces."""
     if (
         out is array
         or not isinstance(out, type(array))
@@ -79,7 +79,7 @@ def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.nda
 
 
 def check_lists(verb: str, x: Any, out: Any, size: int) -> None:
-    """Raise ShapeError unless the arguments of an all_to_all are lists of an array for each of
+    """Raise ShapeError unless the arguments of an all_to_all are lists with one array for each of
     `size` ranks."""
     for name, arrays in (("x", x), *([] if out is None else [("out", out)])):
         if not hasattr(arrays, "__getitem__") or getattr(arrays, "shape", None) == ():
@@ -99,8 +99,8 @@ def check_lists(verb: str, x: Any, out: Any, size: int) -> None:
 def list_argument(
     verb: str, x: Sequence[Any], out: Sequence[Any] | None, device: str
 ) -> list[np.ndarray]:
-    """`argument` for a list of arrays of one dtype; copies of all if one shares memory with an
-    array of `out`."""
+    """Return `argument` of each array of a list, all of one dtype; copies of all if one shares
+    memory with an array of `out`."""
     parts = [argument(verb, part, device) for part in x]
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
@@ -116,15 +116,15 @@ def list_argument(
 
 
 def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
-    # quicker than to ask both for their addresses
+    # faster than asking both for their addresses
     if a.size and not backend.array_module(a).may_share_memory(a, b):
         return False
     return a.shape == b.shape and a.strides == b.strides and address_of(a) == address_of(b)
 
 
 def _overlaps_itself(array: np.ndarray) -> bool:
-    """Whether elements may share memory, as a broadcast view's do: a dim does not step over all
-    shorter ones."""
+    """Return whether elements may share memory, as in a broadcast view: the stride of a dim is
+    smaller than the memory that the inner dims span."""
     if array.flags.c_contiguous or array.size == 0:
         return False
     reach = array.itemsize
@@ -141,20 +141,20 @@ def _overlaps_itself(array: np.ndarray) -> bool:
 
 
 def address_of(array: Any) -> int:
-    """Where an array begins, in the memory of its device."""
+    """Return the address of an array in the memory of its device."""
     return int(
         array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
     )
 
 
 def bytes_view(array: np.ndarray) -> np.ndarray:
-    """The bytes of a contiguous array, as a uint8 array of one dim."""
+    """Return the bytes of a contiguous array, as a 1-D uint8 view."""
     return array.reshape(-1).view(np.uint8)
 
 
 def device_of(*arrays: Any) -> str | None:
-    """Where the first of these that is an array lives; "cpu" for other values; None if all are
-    None."""
+    """Return the device of the first value that is not None: "cuda", or "cpu" (also for values that
+    are not arrays); None if all are None."""
     for array in arrays:
         if array is not None:
             return "cpu" if isinstance(array, np.ndarray) or not backend.is_array(array) else "cuda"
@@ -165,12 +165,12 @@ class OutputArray:
     """The array of a verb's result: the caller's `out`, else a new array.
 
         array = result.array(shape, dtype)      # contiguous, on `device`: for the algorithm to fill
-        return result.deliver(None, "cpu")      # out, or the new array, on the device asked for
+        return result.deliver(None, "cpu")      # out, or the new array, on the requested device
 
-    Attributes: out     the caller's; `target` is the same as a plain array, whatever class of array
-                        `out` is
-                device  where the algorithm works
-                side    what carries it out there, if the array is not made before that; else None
+    Attributes: out     the caller's; `target` is `out` viewed as a plain array, not a subclass
+                device  the device on which the algorithm works
+                side    the stream of the algorithm, if the array is allocated inside its work; else
+                        None
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class OutputArray:
         self.target = out.view(np.ndarray)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The array to fill: `out` itself where that is contiguous and on the algorithm's device.
+        """Return the array to fill: `out` if it is contiguous and on the algorithm's device.
 
         Raises: ShapeError, DtypeError if `out` does not have this shape and dtype.
         """
@@ -224,7 +224,8 @@ class OutputArray:
         return array
 
     def deliver(self, _returned: Any, device: str | None) -> Any:
-        """A call's `deliver`: what the caller gets: `out`, filled, or the new array on `device`."""
+        """Return the caller's result (as Call.deliver): `out`, filled, or the new array on
+        `device`."""
         assert self._array is not None, "array() comes before deliver()"
         if self.out is None:
             return backend.to_device(self._array, device or "cpu")
@@ -234,11 +235,11 @@ class OutputArray:
 
 
 class Rows:
-    """The result of a gather: blocks of every rank, one after the other along the first dim.
+    """The result of a gather: the blocks of all ranks, one after the other along the first dim.
 
-    The blocks' lengths are not known before they arrive. If all are like this rank's own, each is
-    received straight into its place in `whole`, the result; else into arrays of their own that are
-    joined at the end (two copies more).
+    The lengths of the blocks are unknown before they arrive. A block with the shape of this rank's
+    own is received straight into its place in `whole`, the result. A block with another shape is
+    received into a new array, and all blocks are joined at the end (two copies more).
     """
 
     def __init__(self, result: OutputArray, own: np.ndarray, size: int) -> None:
@@ -250,8 +251,8 @@ class Rows:
             self.whole = result.array(shape, own.dtype)
 
     def put_own(self, rank: int) -> np.ndarray:
-        """This rank's block, copied to its place in the result if that is known; `own` is not read
-        any more."""
+        """Return this rank's block: copied to its place in the result if that is known, else a
+        copy. `own` is not read after this."""
         if self.whole is None:
             return self._own.copy()
         place = self.place(rank)(self._own.shape, self._own.dtype)
@@ -260,8 +261,8 @@ class Rows:
         return place
 
     def place(self, rank: int, count: int = 1) -> Place:
-        """Where the block of `rank` is received, or those of `count` ranks from `rank` on, already
-        joined."""
+        """Return the Place for the block of `rank`, or for the joined blocks of `count` ranks from
+        `rank` on."""
 
         def of_ranks(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             rows = len(self._own)
@@ -274,8 +275,8 @@ class Rows:
         return of_ranks
 
     def merge(self, rank: int, blocks: list[np.ndarray]) -> np.ndarray:
-        """The blocks of `rank` and of those behind it, as one: a view of the result if all of them
-        stand in it."""
+        """Return consecutive blocks from `rank` on, joined: a view of the result if all of them are
+        in it, else a new array."""
         if self.whole is not None:
             start = rank * len(self._own)
             edges = start + np.cumsum([0, *map(len, blocks)])
@@ -287,25 +288,25 @@ class Rows:
         return account.current().hold(self._joined(blocks), "communication")
 
     def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Where all blocks at once are received."""
+        """Return the array that receives all blocks at once."""
         if self.whole is None or self.whole.shape != shape:
             self.whole = self._result.array(shape, dtype)
         return self.whole
 
     def join(self, blocks: list[np.ndarray]) -> np.ndarray:
-        """All blocks in rank order, as the array of the result."""
+        """Return all blocks in rank order, as the result array."""
         if self.whole is not None and all(block.shape == self._own.shape for block in blocks):
             return self.whole
-        # not into `out`: blocks may stand where equal ones would have
+        # not into `out`: blocks may lie in it, at places for blocks of equal length
         return self.complete(self._joined(blocks))
 
     def _joined(self, blocks: list[np.ndarray]) -> np.ndarray:
-        # told the dtype, because its own choice has the machine's order
+        # pass the dtype, because the default has the machine's byte order
         xp = backend.array_module(*blocks)
         return xp.concatenate(blocks, dtype=self._own.dtype)  # type: ignore[no-any-return]
 
     def complete(self, joined: np.ndarray) -> np.ndarray:
-        """The blocks of all ranks, as `merge` gave them, as the array of the result."""
+        """Return the blocks of all ranks, as joined by `merge`, as the result array."""
         if self.whole is not None and _same_elements(self.whole, joined):
             return self.whole
         whole = self._result.array(joined.shape, self._own.dtype)

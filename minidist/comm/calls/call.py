@@ -1,14 +1,13 @@
-"""One collective call, as the algorithms see it: neighbours, and messages that are tagged, checked
+"""A collective call as the algorithms see it: neighbours, and messages that are tagged, checked
 and counted.
 
-An algorithm is a function of (call, arrays). It names peers by their rank in the group and knows
-nothing of transports, ledgers or other calls. Messages go out under the call's signature; a message
-of another call raises MismatchError that shows both.
+An algorithm is a function of (call, arrays). It names peers by their rank in the group and has no
+access to transports, ledgers or other calls. Messages carry the call's signature; a message of
+another call raises MismatchError that shows both signatures.
 
-All collectives of a group travel under one tag, so that between two ranks they form one stream in
-the order of the
-calls: a rank that left out or swapped a call meets its peer's next message at once. Tags that
-counted the calls would let both wait for ever.
+All collectives of a group use one tag, so that the messages between two ranks form one stream in
+the order of the calls: a rank that left out or swapped a call receives its peer's next message at
+once, and the check fails. With one tag per call, both would wait forever.
 """
 
 import time
@@ -43,29 +42,29 @@ def _as_returned(returned: Any, device: str | None) -> Any:
 
 
 def _on_side(call: "Call", begun: Any, work: Work, deliver: Deliver) -> Any:
-    """The work of a call with a side: result and all, ordered on that stream."""
+    """Run the work and make the result of a call that has a side, both ordered on that stream."""
     assert call.side is not None, "a call with a side"
     result, call._done = call.side.carry_out(begun, lambda: deliver(work(call), call.device), call)
     return result
 
 
 class Call(RunningCall):
-    """A collective that this rank has entered, or will. Inside `with` it is under way, and its
-    observers (observers.py) are told.
+    """A collective that this rank makes, or has queued. Inside `with` it is in progress, and its
+    observers (observers.py) are notified.
 
     Attributes: rank, size, next_rank, prev_rank   within the group
-                nodes       the machine each rank is on, as a number
+                nodes       the machine of each rank, as a number
                 world_ranks of the group
                 work        `work(call)` is the algorithm with its arrays
-                deliver     `deliver(returned, device)` makes the call's result of what the
-                            algorithm returned
+                deliver     `deliver(returned, device)` makes the call's result from the return
+                            value of the algorithm
                 board       memory that the group's ranks share, or None
-                device      where this rank's arrays live; None until a message tells a rank that
-                            brought none
-                origin      where the array lives from which a block came; None while none has come
-                side        the stream on which the call is carried out on the GPU (device_lane.py),
-                            or None
-                the rest    what observers read: observers.ObservedCall
+                device      the device of this rank's arrays; on a rank without an array None until
+                            a message gives it
+                origin      the device of the sender's array of the last received block; before a
+                            block arrives, as device
+                side        the stream on which the call runs on the GPU (device_lane.py), or None
+                the rest    the fields for observers: observers.ObservedCall
     """
 
     started = False
@@ -111,7 +110,7 @@ class Call(RunningCall):
             root,
             None if dtype is None else dtype_code(dtype),
             shape,
-            # __init__ < the verb (verbs.py) < Group's method
+            # call chain: __init__ < the verb (verbs.py) < Group's method
             call_site.caller_at(2),
         )
         self.meta = b"".join(self.signature.pack())
@@ -129,17 +128,17 @@ class Call(RunningCall):
             self.work = work
             self.deliver = deliver
         else:
-            # the result is made on the side, too
+            # the result is made on the side stream, too
             self.work = partial(_on_side, begun=side.begin(), work=work, deliver=deliver)
             self.deliver = _as_returned
 
     def __enter__(self) -> None:
-        RunningCall.__enter__(self)  # quicker than super(), in each call
+        RunningCall.__enter__(self)  # faster than super(), in each call
         waits = self._transport.waits
         failure = self._group.guard.failure or (
             waits.error and waits.failure(self.world_ranks[self.rank])
         )
-        # nothing is sent: it would be taken for a part of the call that failed
+        # send nothing: a peer would take it for a part of the failed call
         if failure is not None:
             RunningCall.__exit__(self)
             self.queued()
@@ -155,24 +154,26 @@ class Call(RunningCall):
             observer.on_end(self, kind is not None)
 
     def queued(self) -> None:
-        """Tell the observers that the call was made and has not set out: it is in a queue, or its
-        group has failed."""
+        """Notify the observers that the call was made but not started: it is queued, or its group
+        has failed."""
         for observer in self.ledger.observers:
             observer.on_made(self, False)
 
     def wait_ended(self, start: float) -> None:
-        """Tell the observers that the program has waited for the end of this call since `start`."""
+        """Notify the observers that the program has waited for the end of this call since
+        `start`."""
         for observer in self.ledger.observers:
             observer.on_wait(self, start)
 
     @property
     def _header(self) -> CallHeader:
-        """For a closer look at another rank's header, where that does not begin as this call's."""
+        """Return the parsed header, for a detailed comparison with a header that does not begin as
+        this call's."""
         return CallHeader(self.signature, self._group, self.signature.pack()[0], self.meta)
 
     def settle(self, result: Any) -> Any:
-        """`result`, in the thread that gets it: on a GPU its stream goes on when the side's work is
-        done."""
+        """Return `result` in the thread that gets it. On a GPU, first make the thread's stream wait
+        for the side's work."""
         if self.side is not None:
             self.side.join(self._done)
         return result
@@ -188,8 +189,8 @@ class Call(RunningCall):
         step: int | None = None,
         chunk: int | None = None,
     ) -> Handle:
-        """Begin to send a contiguous array to rank `dst`; as a `block`, with its dtype, shape and
-        device in the header.
+        """Begin to send a contiguous array to rank `dst`. As a `block`, the header carries its
+        dtype, shape and device.
 
         step and chunk are for the ledger's subscribers.
         """
@@ -206,7 +207,7 @@ class Call(RunningCall):
 
     def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
         """Begin to receive from rank `src` into a contiguous array of the same length, or to
-        `reduce` it there.
+        `reduce` the message there.
 
         Raises (in wait): MismatchError if the sender is in another call, or the length differs.
         """
@@ -237,21 +238,21 @@ class Call(RunningCall):
     def _watches_of_send(
         self, dst: int, nbytes: int, block: bool, step: int | None, chunk: int | None
     ) -> list[MessageWatch]:
-        """Tell the observers of a message to rank `dst`. Return what they follow it with."""
+        """Notify the observers of a message to rank `dst`. Return their watches of it."""
         me = self.world_ranks[self.rank]
         message = CallMessage(me, self.world_ranks[dst], nbytes, block, step, chunk)
         watches = [observer.on_send(self, message) for observer in self.ledger.message_observers]
         return [watch for watch in watches if watch is not None]
 
     def _watches_of_receive(self, src: int, nbytes: int, block: bool = False) -> list[MessageWatch]:
-        """Tell the observers of a message from rank `src`. Return what they follow it with."""
+        """Notify the observers of a message from rank `src`. Return their watches of it."""
         message = CallMessage(self.world_ranks[src], self.world_ranks[self.rank], nbytes, block)
         watches = [observer.on_receive(self, message) for observer in self.ledger.message_observers]
         return [watch for watch in watches if watch is not None]
 
     @property
     def others(self) -> list[int]:
-        """The other ranks, from next_rank on: so all do not turn to the same one at once."""
+        """The other ranks, from next_rank on, so that not all ranks begin with the same peer."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def wait(self, handles: Iterable[Handle]) -> None:
@@ -262,11 +263,11 @@ class Call(RunningCall):
     def send(
         self, dst: int, array: np.ndarray, *, step: int | None = None, chunk: int | None = None
     ) -> None:
-        """start_send and wait."""
+        """Run start_send and wait."""
         self.start_send(dst, array, step=step, chunk=chunk).wait()
 
     def recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> None:
-        """start_recv and wait."""
+        """Run start_recv and wait."""
         self.start_recv(src, into, reduce).wait()
 
     def exchange(
@@ -280,10 +281,11 @@ class Call(RunningCall):
         step: int | None = None,
         chunk: int | None = None,
     ) -> None:
-        """Send to `dst` and receive from `src` at once; no order of the two could deadlock."""
+        """Send to `dst` and receive from `src` at once, so the order of the two cannot deadlock."""
         received = self.start_recv(src, into, reduce)
         sent = self.start_send(dst, outgoing, step=step, chunk=chunk)
-        # first: a peer in another call shows here, and may never take what was sent
+        # wait first for the receive: it detects a peer in another call, which may never take the
+        # sent message
         received.wait()
         sent.wait()
 
@@ -292,18 +294,18 @@ class Call(RunningCall):
     def start_send_block(
         self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None
     ) -> Handle:
-        """start_send of a block."""
+        """Start to send a block."""
         return self.start_send(dst, block, block=True, step=step, chunk=chunk)
 
     def send_block(
         self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None
     ) -> None:
-        """start_send_block and wait."""
+        """Run start_send_block and wait."""
         self.start_send_block(dst, block, step=step, chunk=chunk).wait()
 
     def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
-        """Begin to receive a block as recv_block does: the handle, and the list that then holds the
-        block."""
+        """Begin to receive a block as recv_block does. Return the handle, and a list that contains
+        the block when it has arrived."""
         arrived: list[np.ndarray] = []
         watches: list[MessageWatch] = []
         if self.ledger.message_observers:
@@ -324,7 +326,7 @@ class Call(RunningCall):
 
     def recv_block(self, src: int, place: Place) -> np.ndarray:
         """Receive a block from rank `src` into the array that `place(shape, dtype)` returns, and
-        return that."""
+        return that array."""
         handle, arrived = self.start_recv_block(src, place)
         handle.wait()
         return arrived[0]
@@ -339,7 +341,7 @@ class Call(RunningCall):
         step: int | None = None,
         chunk: int | None = None,
     ) -> np.ndarray:
-        """Send a block to `dst` and receive one from `src` at once; returns the one received."""
+        """Send a block to `dst` and receive one from `src` at once; return the received block."""
         received, arrived = self.start_recv_block(src, place)
         self.wait([received, self.start_send_block(dst, outgoing, step=step, chunk=chunk)])
         return arrived[0]
@@ -347,17 +349,17 @@ class Call(RunningCall):
     def swap_blocks(
         self, parts: Arrays, place: PlaceOf
     ) -> tuple[list[Handle], dict[int, np.ndarray]] | None:
-        """Send part r to rank r and take a block from each, where all is short and comes at once
-        (transport.swap).
+        """Send part r to rank r and receive a block from each rank, if all are short and the links
+        idle (transport.swap).
 
-        A block is recognised if it looks like the part that goes the other way: so it is where all
-        ranks send alike.
+        A block is recognised if it has dtype and shape of the part for its sender. This is the case
+        where all ranks send equal shapes.
 
-        Returns: the handles of what was sent, and the blocks that came, by rank; the others are
-        still to be received.
+        Returns: the handles of the sends, and the received blocks by rank; the other blocks must
+                 still be received.
                  None: nothing was sent.
         """
-        # A swap tells subscribers nothing, and they must hear of every message: with subscribers
+        # A swap does not notify subscribers, and they must see every message: so with subscribers
         # nothing is swapped.
         if self.ledger.subscribers or self.device != "cpu" or self.side is not None:
             return None
@@ -395,13 +397,12 @@ class Call(RunningCall):
     # ------------------------------------------------------------------------------------- the rest
 
     def agree(self) -> None:
-        """Compare signatures with both neighbours, by one header without payload to next_rank and
-        one from prev_rank.
+        """Compare signatures with both neighbours: send a header without payload to next_rank and
+        receive one from prev_rank.
 
         Verbs in which some rank receives nothing, and algorithms whose first receive is not from
-        prev_rank, begin with
-        this: wherever two ranks disagree, some two neighbours do, and both learn it from their
-        first message.
+        prev_rank, begin with this. If any two ranks disagree, some two neighbours do, and the
+        second of them detects it by its first message.
         """
         received = self.start_recv(self.prev_rank, _NOTHING)
         sent = self._transport.start_send(
@@ -411,19 +412,18 @@ class Call(RunningCall):
 
     @property
     def lends(self) -> bool:
-        """Whether the ranks may read each other's memory: the same on all of them."""
+        """True if the ranks may read each other's memory; the same on all ranks."""
         return self.board is not None and self.board.lends
 
     def show(self, *arrays: np.ndarray, lent: Arrays = ()) -> list[np.ndarray]:
         """Show contiguous 1-D arrays of one dtype, at most SHOWN_BYTES, to all ranks of the group,
-        and look.
+        and read theirs.
 
-        Of arrays `lent` only the addresses are shown, behind the others, 8 bytes each. Counted as
-        one message of the arrays' bytes, also of those lent.
+        Arrays in `lent` are shown only by address, 8 bytes each, after the other arrays. Counted as
+        one message of the arrays' bytes, including the lent arrays.
 
-        Returns: what each rank shows, joined: arrays of that dtype in shared memory, only to be
-        read, and only until
-                 the next show(); what was lent may change after that.
+        Returns: for each rank, its arrays joined: a read-only array of that dtype in shared memory,
+                 valid until the next show(); lent arrays may change after that.
         """
         meta = b"" if self.messages else self.meta
         return [shown.view(arrays[0].dtype) for _, shown in self._show(meta, arrays, lent)]
@@ -431,8 +431,8 @@ class Call(RunningCall):
     def show_block(
         self, block: np.ndarray | None, *arrays: np.ndarray, lent: Arrays = ()
     ) -> list[tuple[BlockHeader | None, np.ndarray]]:
-        """The first show() of a call whose ranks do not know each other's shapes: of bytes of
-        `block`, or lent."""
+        """Run the first show() of a call in which ranks do not know each other's shapes: show
+        `block`'s dtype and shape, and bytes of it or its address."""
         meta = (
             self.meta
             if block is None
@@ -449,8 +449,7 @@ class Call(RunningCall):
         return told
 
     def read(self, src: int, address: int, into: np.ndarray) -> None:
-        """Fill a contiguous array from the address that rank `src` has shown of an array it
-        lends."""
+        """Fill a contiguous array with the array that rank `src` lends at `address`."""
         assert self.board is not None, "it lends"
         self.board.read(src, address, into)
 
@@ -471,13 +470,13 @@ class Call(RunningCall):
         return shown
 
     def native(self) -> Native:
-        """The transport's own collectives among the ranks of this call."""
+        """Return the transport's own collectives for the ranks of this call."""
         library = self._transport if self.side is None else self._transport.device
         assert library is not None, "a call with a side has a device"
         return library.native(self.signature.group, self.world_ranks)
 
     def count(self, nbytes: int, peer: int | None = None) -> None:
-        """Count a message, however it leaves: sent to the world rank `peer`, shown, or handed to
+        """Count a message: one sent to the world rank `peer`, shown on the board, or handed to
         `native`."""
         self.nbytes += nbytes
         self.messages += 1
@@ -485,5 +484,5 @@ class Call(RunningCall):
             self.sent_to[peer] = self.sent_to.get(peer, 0) + nbytes
 
     def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
-        """A 1-D array to work in, told to the memory account as communication."""
+        """Return a new 1-D array, counted in the memory account as communication."""
         return account.current().hold(np.empty(length, dtype), "communication")

@@ -1,4 +1,4 @@
-"""The header of a call's messages: what it says, and how the header of another call is refused."""
+"""The header of a call's messages: its content, and the check against headers of other calls."""
 
 import warnings
 
@@ -8,18 +8,18 @@ from minidist.errors import MismatchError
 
 
 class CallHeader:
-    """The header of one call, `meta`: its key, which is the same on all ranks, and its place in the
+    """The header of one call, `meta`: its key, which is the same on all ranks, and its line in the
     program."""
 
     def __init__(self, signature: Signature, group: Members, key: bytes, meta: bytes) -> None:
-        """Args: key, meta: what signature.pack() gives, the first part and both."""
+        """Args: key, meta: the first part of signature.pack(), and both parts joined."""
         self.signature = signature
         self._group = group
         self._key = key
         self.meta = meta
 
     def block_in(self, meta: bytes, src: int) -> BlockHeader | None:
-        """What the header of a message in this call says that it brings. Raises: as compare()."""
+        """Return the block that a message's header describes, if any. Raises: as compare()."""
         if not meta.startswith(self.meta):
             self.compare(meta, src)
         return (
@@ -27,8 +27,8 @@ class CallHeader:
         )
 
     def compare(self, meta: bytes, src: int) -> None:
-        """Refuse the header of another call. Warn of two calls that only their places in the
-        program tell apart."""
+        """Raise MismatchError for the header of another call. Warn if two calls differ only in
+        their lines in the program and their order differs between ranks."""
         here = self.signature.where
         group = self._group
         if meta.startswith(self._key):
@@ -49,14 +49,14 @@ class CallHeader:
             )
 
     def mismatch(self, meta: bytes, src: int) -> MismatchError:
-        """The error for a header of another call, which rank `src` has sent."""
+        """Return the error for a header of another call, sent by rank `src`."""
         group = self._group
         return self.refusal(
             mismatch(self.signature, group.world_rank, unpack(meta)[0], group.world_ranks[src])
         )
 
     def refusal(self, error: MismatchError) -> MismatchError:
-        """`error`; all ranks of the group are told, because one may receive from no rank that
-        disagrees."""
+        """Return `error`, after a report to all ranks of the group: some may receive from no rank
+        that disagrees."""
         self._group.transport.waits.disagree(str(error), self._group.world_ranks)
         return error

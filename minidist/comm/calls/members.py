@@ -1,5 +1,5 @@
-"""The members of a group: which ranks they are, and what their calls need to reach each other.
-Group adds the verbs."""
+"""The members of a group: their ranks, and the data with which their calls reach each other. Group
+adds the verbs."""
 
 import os
 import threading
@@ -15,9 +15,9 @@ from minidist.errors import CommError, ConfigError
 WORLD = 0
 """The id of the group of all ranks."""
 COLLECTIVE = 0
-"""The sequence of the tag that a group's collectives share; point-to-point messages have one with
-the high bit set."""
-_SITES = 1000  # most pairs of places in the program that are remembered
+"""The sequence of the tag that a group's collectives share; the sequence of point-to-point messages
+has the high bit set."""
+_SITES = 1000  # maximum number of pairs of program lines that are remembered
 
 
 class GroupGuard:
@@ -27,10 +27,10 @@ class GroupGuard:
         with guard:             # while the call is carried out in the caller's thread
             ...
 
-    Raises (both): CommError that says which process or thread is wrong, and what to do.
-    Attributes:    failure  of a collective in the middle, so that the others would take the next
-                            one's messages for its own; every later call ends in it, also one that
-                            was queued
+    Raises (both): CommError that names the wrong process or thread and the remedy.
+    Attributes:    failure  the CommError of a collective that failed before its end. The other
+                            ranks would take the next call's messages for its messages, so every
+                            later call, also a queued call, raises it
     """
 
     failure: CommError | None = None
@@ -45,8 +45,8 @@ class GroupGuard:
         self._busy = threading.Lock()
 
     def crossed(self, call: bytes, src: int, here: str, there: str) -> bool:
-        """Whether such a call `here` meets rank src's `there`, after the other way round; told once
-        in a group."""
+        """Return whether the call at `here` matches rank src's call at `there` after an earlier
+        match the other way round; True at most once per group."""
         found = not self._told and (call, src, there, here) in self._met
         self._told = self._told or found
         if len(self._met) < _SITES:
@@ -54,12 +54,12 @@ class GroupGuard:
         return found
 
     def close(self) -> None:
-        """Refuse every later use."""
+        """Make every later use raise."""
         self._closed = True
 
     def check(self) -> None:
-        """Refuse a forked child (its messages would go out as the parent's), any use after close(),
-        or a failure."""
+        """Raise in a forked child (its messages would be sent as the parent's), after close(), or
+        after a failure."""
         if os.getpid() != self._process:
             raise CommError(
                 f"process {os.getpid()} uses {self._name} of rank {self._rank}, which is process "
@@ -74,7 +74,7 @@ class GroupGuard:
             raise self.failure
 
     def check_alone(self) -> None:
-        """Refuse if another thread is inside a call: the two would take each other's messages."""
+        """Raise if another thread is inside a call: the two would take each other's messages."""
         if self._busy.locked():
             self._refuse()
 
@@ -94,22 +94,22 @@ class GroupGuard:
 
 
 class Members:
-    """An ordered set of ranks of the job, this one among them.
+    """An ordered set of ranks of the job that contains this rank.
 
     Attributes: rank, size     this rank's place in the group, and the number of ranks
                 next_rank, prev_rank   the ranks after and before it, in a ring
                 world_rank     this rank's place in the job
                 world_ranks    world rank of each rank
-                nodes          the machine of each rank: equal numbers share one
-                axis           what the group is for ("world", "dp", ...): the ledger counts under
-                               it
-                ledger         what this rank sent, shared with its other groups
-                link           what a message costs among its ranks (cost/link_model.py); None if it
-                               was not measured
-                tiers          how it lies on nodes, if it spans several of several ranks; else None
+                nodes          the machine of each rank: ranks with equal numbers share a machine
+                axis           the purpose of the group ("world", "dp", ...); the ledger counts
+                               under it
+                ledger         the counts of this rank's messages, shared with its other groups
+                link           the cost of a message between its ranks (cost/link_model.py); None if
+                               not measured
+                tiers          its layout on nodes, if several nodes hold several ranks; else None
                 board          memory that all its ranks share, or None
                 id, tag        64 bits, the same on every rank; the tag of its collectives' messages
-                transport, guard   for the layers below
+                transport, guard   for the lower layers
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class Members:
         nodes: Sequence[int] | None = None,
         places: Sequence[int] | None = None,
     ) -> None:
-        """`places`: where each rank has reserved its part of the board; the world's is the first
-        place everywhere."""
+        """`places`: each rank's reserved place for its part of the board; the world uses the first
+        place on every rank."""
         self.transport = transport
         self.ledger = ledger
         self.world_ranks = tuple(world_ranks)
@@ -150,7 +150,7 @@ class Members:
         self._sequence = 0
 
     def next_sequence(self) -> int:
-        """The number of the next collective call. Calls take theirs when they are made.
+        """Take and return the number of the next collective call. A call takes it when it is made.
 
         Returns: a number, from 1.
         Raises:  CommError if the group cannot be used: closed, failed, or in a forked child.

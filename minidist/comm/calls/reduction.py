@@ -1,9 +1,9 @@
-"""What an op does to two arrays, and in which dtype it adds up.
+"""Reductions: the effect of an op on two arrays, and the dtype in which it accumulates.
 
-float16, bfloat16 and the float8s combine in float32 and are rounded once: once a hop where a
-partial result travels (ring, tree, halving and doubling), once altogether where one rank sees every
-value (naive, direct). Every other dtype combines in itself, as NumPy's ufuncs do: integers wrap
-round, bool's sum and max are "or", its prod and min "and", NaN wins in max and min.
+float16, bfloat16 and the float8s are combined in float32 and rounded: once per hop where a partial
+result is passed on (ring, tree, halving and doubling), once in total where one rank has every value
+(naive, direct). Every other dtype is combined in itself, as NumPy's ufuncs do: integers wrap
+around, bool's sum and max are "or", its prod and min "and", NaN wins in max and min.
 
 An overflow gives inf, and inf - inf gives NaN, without a warning, as in MPI and NCCL: a warning
 would appear on an arbitrary rank.
@@ -34,8 +34,8 @@ UFUNCS: dict[str, np.ufunc] = {
 
 
 class _Quiet(threading.local):
-    """`run(function, …)` without NumPy's warnings: in a context made once a thread, a tenth of
-    np.errstate's time."""
+    """A callable `run(function, …)` without NumPy's warnings: it uses one context per thread, which
+    takes a tenth of np.errstate's time."""
 
     def __init__(self) -> None:
         context = Context()
@@ -49,7 +49,7 @@ _quiet = _Quiet()
 def _apply(
     ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop: np.dtype | None
 ) -> None:
-    # never in place: NumPy then takes another loop, which rounds a complex product otherwise
+    # never in place: NumPy would take another loop, which rounds a complex product differently
     if out.size == 1:
         _quiet.run(setitem, out, ..., _quiet.run(ufunc, a, b, dtype=loop))
     elif loop is None:
@@ -59,17 +59,17 @@ def _apply(
 
 
 class Reduction(NamedTuple):
-    """One op on one dtype over `size` ranks."""
+    """An op for one dtype over `size` ranks."""
 
     op: str
     dtype: np.dtype
     total: np.dtype  # the dtype it accumulates in
-    # the dtype that the ufunc is told to compute in; None where NumPy's own choice is right
+    # the dtype in which the ufunc must compute; None where NumPy's own choice is right
     loop: np.dtype | None
     size: int
 
     def combine_all(self, values: Sequence[np.ndarray], out: np.ndarray) -> None:
-        """out = the values, two or more, combined in their order; `out` may be the first."""
+        """Write to `out` the values (two or more), combined in order; `out` may be the first."""
         ufunc = UFUNCS[self.op]
         total = values[0]
         for value in values[1:]:
@@ -77,11 +77,11 @@ class Reduction(NamedTuple):
             total = out
 
     def into(self, source: np.ndarray, *, behind: bool = False) -> Reduce:
-        """The Reduce that writes target = source (op) what arrives; `source` may be the target
-        itself.
+        """Return the Reduce that writes target = source (op) arriving piece; `source` may be the
+        target itself.
 
-        `behind`: what arrives (op) source. Of two ranks that add the same two values one asks for
-        it: only so do both get the same bits (of a NaN, or of -0 against 0).
+        `behind`: arriving piece (op) source. If two ranks add the same two values, one of them sets
+        it: otherwise their bits could differ (for NaN, or -0 and 0).
         """
         ufunc = UFUNCS[self.op]
         loop = self.loop
@@ -94,17 +94,17 @@ class Reduction(NamedTuple):
         return reduce
 
     def onto(self, total: np.ndarray) -> Reduce:
-        """The Reduce that adds what arrives to `total` and leaves the target alone: for a total
-        wider than that."""
+        """Return the Reduce that adds arriving pieces to `total`, whose dtype is wider than the
+        target's, and does not write the target."""
         add = self.into(total)
         return lambda target, start, piece: add(total, start, piece)
 
     def pass_on(self, total: np.ndarray, out: np.ndarray) -> None:
-        """Round a partial result to the dtype in which it travels."""
+        """Round a partial result to the dtype in which it is sent."""
         _quiet.run(setitem, out, ..., total)
 
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
-        """Write the result, given all ranks' values combined: a mean is divided here, once. `out`
+        """Write the result, given all ranks' values combined; a mean is divided here, once. `out`
         may be `total`."""
         if self.op != "mean":
             if out is not total:
@@ -117,7 +117,7 @@ class Reduction(NamedTuple):
 
 
 def _keeps_dtype(ufunc: np.ufunc, dtype: np.dtype) -> bool:
-    """Whether an op is defined for a dtype, and gives that dtype."""
+    """Return whether the ufunc is defined for a dtype and returns that dtype."""
     one = np.zeros(1, dtype)
     try:
         combined = ufunc(one, one)
@@ -128,8 +128,8 @@ def _keeps_dtype(ufunc: np.ufunc, dtype: np.dtype) -> bool:
 
 @lru_cache(maxsize=512)
 def reduction(op: str, dtype: np.dtype, size: int) -> Reduction:
-    """The reduction `op`. Raises: ConfigError for an unknown op; DtypeError for one that the dtype
-    does not take."""
+    """Return the reduction `op`. Raises: ConfigError for an unknown op; DtypeError if the dtype
+    does not support the op."""
     if op not in UFUNCS:
         raise ConfigError(f"unknown op {op!r}; choose one of {', '.join(UFUNCS)}")
     low = dtype.type is np.float16 or (
@@ -154,7 +154,7 @@ def reduction(op: str, dtype: np.dtype, size: int) -> Reduction:
 def add_from(
     call: Call, sources: Iterable[int], x: np.ndarray, out: np.ndarray, op: Reduction
 ) -> np.ndarray:
-    """x (op) what each of `sources` sends, in that order, added straight from the receive buffer.
+    """Return x (op) the array from each of `sources`, in order, added from the receive buffer.
 
     Args:    x, out (n,); x is only read, and may be out, which is overwritten.
     Returns: the total: `out`, or `x` if there are no sources; in low precision a float32 workspace,

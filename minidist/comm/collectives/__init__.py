@@ -1,5 +1,5 @@
-"""One file a family, one function an algorithm. Arguments and result of a verb are the same in
-every family:
+"""The algorithms of the collectives: one file per family, one function per algorithm. Arguments and
+result of a verb are the same in every family:
 
     broadcast       x (...), at the root; place(shape, dtype): where the others receive it. Returns
                     the array.
@@ -16,10 +16,10 @@ every family:
                     Returns all blocks.
     all_to_all      parts: P arrays of one dtype and any shapes, part d for rank d; place(rank):
                     where the part from `rank` is received. Returns the parts for this rank, by
-                    source; its own among them as it was given.
+                    source; its own part among them, uncopied.
 
-At the root, broadcast returns x itself, and scatter a view of it. A docstring gives the cost, n
-being the length of x and nbytes its bytes, and the rounding of low precision.
+At the root, broadcast returns x itself, and scatter a view of x. Docstrings give the cost (n is the
+length of x, nbytes its bytes) and the rounding of low precision.
 
-Raises: MismatchError if a peer is in another call; what a wait raises (handle.py).
+Raises: MismatchError if a peer is in another call; the errors of a wait (handle.py).
 """

@@ -1,11 +1,11 @@
-"""What the plain version of a collective asks of the ranks that it runs on: messages that block,
-and no more.
+"""The interfaces of the ranks that the plain version of a collective runs on: only blocking
+messages.
 
     total = md.run(lambda world: ring.plain_all_reduce(world, np.ones(5)), size=3)[0]       # a Group will do
 
-Each family's module opens with its plain version. The real one below it is given a Call
-(calls/call.py) instead, whose messages can be under way at once, go straight into place, and carry
-what all ranks must agree on.
+Each family's module begins with its plain version. The real version below it takes a Call
+(calls/call.py) instead: several of its messages can be in flight at once, they arrive directly in
+their place, and they carry the data that all ranks must agree on.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Ranks(Protocol):
-    """This rank's number, and how many ranks there are."""
+    """A rank's number and the number of ranks."""
 
     @property
     def rank(self) -> int: ...
@@ -25,21 +25,23 @@ class Ranks(Protocol):
 
 
 class BlockingGroup(Ranks, Protocol):
-    """Ranks that send each other arrays. A Group is one, and so is the `group` of exercises 02 and
+    """A group of ranks that send each other arrays: a Group, and the `group` of exercises 02 and
     03."""
 
     def send(self, x: Any, dst: int) -> None:
         """Send `x` to rank `dst`."""
 
     def recv(self, src: int) -> Any:
-        """The next array from rank `src`."""
+        """Receive and return the next array from rank `src`."""
 
     def exchange(self, x: Any, dst: int, src: int) -> Any:
-        """Send `x` to rank `dst` and return what comes from rank `src`, both at once."""
+        """Send `x` to rank `dst` and at the same time receive an array from rank `src`; return
+        it."""
 
 
 class SharingGroup(Ranks, Protocol):
-    """Ranks of one host that see each other's memory. A Call is one where they do."""
+    """A group of ranks of one host that see each other's memory, e.g. a Call whose board is set."""
 
     def show(self, x: np.ndarray) -> Sequence[np.ndarray]:
-        """Wait for all ranks to show an array; theirs, by rank, to be read until the next show."""
+        """Wait until all ranks have shown an array; return all arrays, by rank, readable until the
+        next show."""

@@ -1,11 +1,11 @@
-"""Bruck: an all-to-all in log2(P) messages a rank instead of P-1, for parts so small that only
-messages count.
+"""Bruck: an all-to-all in log2(P) messages per rank instead of P-1, for parts so small that only
+the number of messages counts.
 
-A part for the rank k places on travels in jumps of 1, 2, 4, ...: those of k's binary digits that
-are 1. In each step a rank sends, in one message, all parts that have this jump to make, its own and
-those it has been handed on the way.
+A part for the rank k places on is sent in jumps of 1, 2, 4, ...: one jump for each binary digit of
+k that is 1. In each step a rank sends, in one message, all parts that have this jump to make: its
+own and those that it has received in earlier steps.
 
-    P=4, parts by how far they have to go, from r0 to r0+k      step 0 (jump 1)   k = 1, 3
+    P=4, parts by their distance k, from r0 to r0+k             step 0 (jump 1)   k = 1, 3
                                                                 step 1 (jump 2)   k = 2, 3
 
 notes: N4 §3 All-to-All (N4:192).    Source: Bruck, Ho, Kipnis & Weathersby 1994.
@@ -42,19 +42,18 @@ def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[
     return [slots[(group.rank - src) % group.size] for src in range(group.size)]
 
 
-# The real one takes parts of any shapes. Their labels travel before their bytes: a header has no
-# room for so many.
+# The real version takes parts of any shapes. A message begins with their labels (the shapes),
+# because a header has no space for them.
 #
-#     [ number of dims, dim, dim, ... | number of dims, ... ][ bytes of part 0 | bytes of part 1 |
-#     ... ]
-#       8 bytes each, the label of each part
+#     [ D, dim, dim, ... | D, dim, ... | ... ][ bytes of part 0 | bytes of part 1 | ... ]
+#       the label of each part: its number of dims D and its dims, 8 bytes each
 
 WORD = np.dtype("<i8")
 _NO_LABELS = np.empty(0, np.uint8)
 
 
 class PackedShapes(NamedTuple):
-    """What labels say of the parts behind them."""
+    """The shapes and byte lengths of packed parts, read from their labels."""
 
     shapes: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]  # in bytes
@@ -63,7 +62,7 @@ class PackedShapes(NamedTuple):
 
 
 def labels_of(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The labels of arrays, as uint8; only to be read."""
+    """Return the labels of arrays, as a read-only uint8 array."""
     return _labels(tuple(part.shape for part in parts))
 
 
@@ -79,9 +78,9 @@ def _labels(shapes: tuple[tuple[int, ...], ...]) -> np.ndarray:
 def shapes_in(
     packed: np.ndarray, count: int, itemsize: int, like: np.ndarray = _NO_LABELS
 ) -> PackedShapes:
-    """What the labels of `count` parts say, at the beginning of `packed` (uint8).
+    """Read the labels of `count` parts at the beginning of `packed` (uint8).
 
-    Args:    like: the labels that may stand there; what they say is remembered.
+    Args:    like: labels that `packed` probably begins with; their parsed form is cached.
     """
     first = packed[: len(like)].tobytes()
     if first and first == like.tobytes():
@@ -109,13 +108,13 @@ def _parsed(packed: np.ndarray, count: int, itemsize: int) -> PackedShapes:
 
 
 def pack(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays as one array of bytes, behind their labels."""
+    """Return one array of bytes: the labels of the arrays, then their bytes."""
     pieces = [labels_of(parts), *(bytes_view(part) for part in parts)]
     return np.concatenate(pieces, out=call.workspace(sum(map(len, pieces)), np.dtype(np.uint8)))
 
 
 def unpack(bundle: np.ndarray, count: int, dtype: np.dtype) -> list[np.ndarray]:
-    """The `count` arrays that were packed, as views of the bundle."""
+    """Return the `count` packed arrays, as views of the bundle."""
     packed = shapes_in(bundle, count, dtype.itemsize)
     return [
         bundle[start : start + length].view(dtype).reshape(shape)
@@ -126,7 +125,8 @@ def unpack(bundle: np.ndarray, count: int, dtype: np.dtype) -> list[np.ndarray]:
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Step s: every part that has a jump of 2^s to make goes to the rank 2^s places on.
+    """Return the parts for this rank, by source. Step s: send every part that has a jump of 2^s to
+    make to the rank 2^s places on.
 
     P=4      r0 sends    r1 sends    r2 sends    r3 sends
     step 0   -> r1       -> r2       -> r3       -> r0
@@ -135,7 +135,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     Cost:    ceil(log2 P) messages per rank. The part from r for d is in as many messages as (d - r)
              mod P has binary ones, each time with its label. Workspace: the bundle sent, and those
              received so far: ceil(log2 P) + 1 of them at the end, each of at most P/2 parts. A part
-             is copied once a jump, and once at its end.
+             is copied once per jump, and once at its end.
     """
     slots = [parts[(call.rank + far) % call.size] for far in range(call.size)]
     for step in range((call.size - 1).bit_length()):

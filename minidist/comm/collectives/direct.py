@@ -21,11 +21,11 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
     return np.sum([values[rank] for rank in range(group.size)], axis=0)  # type: ignore[no-any-return]
 
 
-# The real one has all exchanges under way at once, which leaves one wait, and can work in place.
+# The real version starts all exchanges at once, which leaves one wait, and can work in place.
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """P-1 exchanges of the whole array; each rank then adds all values itself, in rank order.
+    """Exchange the whole array with P-1 ranks; each rank then adds all values, in rank order.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   x -> r1     x -> r2     x -> r0

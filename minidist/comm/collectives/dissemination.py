@@ -1,6 +1,6 @@
-"""Dissemination: news doubles its reach every step.
+"""Dissemination: after each step, a rank knows of the arrival of twice as many ranks.
 
-The barrier below is the plain version too: it has nothing to overlap and no array to place.
+The barrier below is also the plain version: it has nothing to overlap and no array to place.
 
 Source: Hensgen, Finkel & Manber 1988.
 """
@@ -13,8 +13,9 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def barrier(call: Call) -> None:
-    """Step k: tell the rank 2^k places on, hear from the rank 2^k places back, and so of all that
-    it has heard of.
+    """Wait until all ranks have called it. Step k: send to the rank 2^k places on, receive from the
+    rank 2^k places back. A message stands for its sender and for all ranks whose arrival the sender
+    already knows.
 
     P=4      r0 sends    r1 sends    r2 sends    r3 sends
     step 0   -> r1       -> r2       -> r3       -> r0

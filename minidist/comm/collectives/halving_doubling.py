@@ -1,4 +1,4 @@
-"""Halving and doubling: log2(P) steps with a partner twice as near, or twice as far, each time.
+"""Halving and doubling: log2(P) steps; the distance to the partner halves or doubles in each step.
 
     P=4                  r0             r1             r2             r3
     start                a0 a1 a2 a3    b0 b1 b2 b3    c0 c1 c2 c3    d0 d1 d2 d3
@@ -7,11 +7,11 @@
     doubling, step 2     sum0 sum1      sum0 sum1      sum2 sum3      sum2 sum3       a quarter, with rank +-1
     doubling, step 3     sum0 sum1 sum2 sum3 on all                                   half, with rank +-2
 
-The ring's bytes exactly, in 2 log2(P) steps instead of 2(P-1). It needs 2^k ranks. Where P is none,
-take Q, the largest below it: the first P-Q pairs of neighbours each speak with one voice. The
-second of a pair is surplus: it hands what it has to the first (fold), and is told the result in the
-end (unfold); the Q others, the core, halve and double. Pairs are neighbours so that what a core
-rank speaks for is always one stretch of the array:
+The ring's bytes exactly, in 2 log2(P) steps instead of 2(P-1). It needs 2^k ranks. For other P, let
+Q be the largest power of two below P: the first P-Q pairs of neighbours each act as one rank. The
+second rank of a pair is surplus: it sends its array to the first (fold), and receives the result at
+the end (unfold). The Q other ranks, the core, halve and double. Pairs are neighbours, so that the
+chunks that a core rank handles are always contiguous in the array:
 
     P=6, Q=4    ranks 0 1 | 2 3 | 4 | 5      core: 0 2 4 5      surplus: 1 3
 
@@ -55,32 +55,32 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
     return total
 
 
-# The real one takes any number of ranks (fold, unfold) and cuts the array by ranks, so that either
-# half of it alone is a reduce-scatter or an all-gather whose chunks are those of the other
-# algorithms.
+# The real version takes any number of ranks (fold, unfold) and cuts the array by ranks, so that
+# the first half of it is also a reduce-scatter, and the second an all-gather, with the chunks of
+# the other algorithms.
 
 
 class Core(NamedTuple):
-    """The Q = 2^k ranks that halve and double, as this rank sees them."""
+    """The Q = 2^k ranks that halve and double, as seen by this rank."""
 
-    # place j of the core is rank firsts[j] and speaks for the ranks up to firsts[j+1]
+    # place j of the core is rank firsts[j], which acts for the ranks up to firsts[j+1]
     firsts: Sequence[int]
-    place: int  # this rank's, or that of the rank that speaks for it
-    alone: bool  # whether it speaks for this rank only
-    surplus: bool  # whether this rank is not of the core
+    place: int  # of this rank, or of the rank that acts for it
+    alone: bool  # whether the rank at this place acts for one rank only
+    surplus: bool  # whether this rank is outside the core
     steps: int  # log2 Q
     folds: int  # steps of a fold: 1, or 0 if P is a power of two
 
     def stretch(self, place: int, distance: int) -> tuple[int, int]:
-        """The ranks (first, behind the last) that the `distance` places around `place` speak for:
-        aligned at 2^k."""
+        """Return the ranks (first, last + 1) that the `distance` places around `place` act for; the
+        places begin at a multiple of `distance`."""
         start = place - place % distance
         return self.firsts[start], self.firsts[start + distance]
 
 
 def core_of(call: Call) -> Core:
-    """The core of this call, after its ranks have agreed: partners are not always neighbours, but
-    two ranks are."""
+    """Return the core of this call, after its ranks have agreed (needed for more than two ranks:
+    partners are not always neighbours)."""
     if call.size > 2:
         call.agree()
     steps = call.size.bit_length() - 1
@@ -97,12 +97,12 @@ def core_of(call: Call) -> Core:
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Rabenseifner's: halve, then double, in `out`.
+    """Reduce by Rabenseifner's algorithm: halve, then double; the result is in `out`.
 
     Cost:    2 Q log2(Q) + 2(P-Q) messages in all, 2 log2(Q) + 2 one after the other (without the 2
-             where P = Q). 2(P-1)*nbytes over all ranks, exactly. No workspace: partial sums stand
-             in `out`.
-    Rounding: low precision is added in float32 and rounded once a step, ceil(log2 P) times.
+             where P = Q). 2(P-1)*nbytes over all ranks, exactly. No workspace: partial sums are
+             kept in `out`.
+    Rounding: low precision is added in float32 and rounded once per step, ceil(log2 P) times.
     """
     core = core_of(call)
     cut = bounds(len(x), call.size)
@@ -116,7 +116,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Halve alone; a core rank ends with the chunks it speaks for, and hands on the second.
+    """Halve only; a core rank ends with the chunks that it acts for, and sends the second chunk to
+    its surplus rank.
 
     Cost:    Q log2(Q) + 2(P-Q) messages in all; (P-1)*nbytes, and the chunks of the surplus ranks
              once more. Workspace: n elements, on core ranks. One copy of a chunk.
@@ -140,14 +141,15 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """Double alone, with blocks of any length: what a rank has is always one stretch of the result.
+    """Double only, with blocks of any length: the blocks that a rank has are always contiguous in
+    the result.
 
     P=4      r0 sends    r1 sends    r2 sends    r3 sends
     step 0   -> r1       -> r0       -> r3       -> r2
     step 1   -> r2       -> r3       -> r0       -> r1
 
-    Each message says the shape of the blocks in it joined: no rank needs to know where one ends and
-    the next begins.
+    Each message gives the shape of the joined blocks in it: no rank needs to know where one block
+    ends and the next begins.
 
     Cost:    Q log2(Q) + 2(P-Q) messages in all; (P-1)*(the bytes of all blocks) over all ranks, and
              the blocks of the surplus ranks once more. No copy where all blocks have one length.
@@ -180,8 +182,8 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
 
 
 def double_whole(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Every step exchanges whole arrays; each rank adds all of it: the fewest steps, for arrays
-    that are small.
+    """Exchange whole arrays in every step and add them on each rank: the fewest steps, for small
+    arrays.
 
     P=4      r0 sends    r1 sends    r2 sends    r3 sends
     step 0   x -> r1     x -> r0     x -> r3     x -> r2
@@ -192,7 +194,7 @@ def double_whole(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> N
 
     Cost:    Q log2(Q) + 2(P-Q) messages in all, log2(Q) + 2 one after the other (without the 2
              where P = Q), each of the whole array. Workspace: n elements; a copy of the array at
-             the end of every second step count.
+             the end if the number of steps is even.
     Rounding: as all_reduce.
     """
     core = core_of(call)
@@ -220,10 +222,10 @@ def double_whole(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> N
 
 
 def fold(call: Call, core: Core, x: np.ndarray, total: np.ndarray, op: Reduction) -> np.ndarray:
-    """A surplus rank sends x to the rank before it, which writes the sum of both into `total`,
-    perhaps x itself.
+    """Send x from a surplus rank to the rank before it, which writes the sum of both into `total`
+    (which may be x).
 
-    Returns: what this rank brings to the core: `total`, or x where it speaks for itself alone.
+    Returns: this rank's input to the core: `total`, or x if it acts for itself only.
     """
     if core.surplus:
         call.send(call.prev_rank, x, step=0)
@@ -234,7 +236,7 @@ def fold(call: Call, core: Core, x: np.ndarray, total: np.ndarray, op: Reduction
 
 
 def unfold(call: Call, core: Core, out: np.ndarray, step: int) -> None:
-    """Each surplus rank is told the result."""
+    """Send the result to each surplus rank."""
     if core.surplus:
         call.recv(call.prev_rank, out)
     elif not core.alone:
@@ -249,15 +251,15 @@ def halve(
     cut: Sequence[int],
     op: Reduction,
 ) -> None:
-    """Recursive halving: each step sends one half of what is left, and adds what arrives to the
-    other.
+    """Recursive halving: in each step send one half of the remaining chunks, and add the arriving
+    half to the other.
 
     P=4      r0 sends     r1 sends     r2 sends     r3 sends
     step 0   c2:4 -> r2   c2:4 -> r3   c0:2 -> r0   c0:2 -> r1
     step 1   c1:2 -> r1   c0:1 -> r0   c3:4 -> r3   c2:3 -> r2
 
-    Args:    values, partial (n,): this rank's, only read, and the sums, in the places of their
-             chunks; may be the same.
+    Args:    values, partial (n,): this rank's values (only read), and the sums, in the places of
+             their chunks; may be the same.
     Cost:    log2(Q) messages per core rank; (Q-1)*nbytes over all ranks, exactly: no copy, no
              allocation.
     """
@@ -274,13 +276,14 @@ def halve(
 
 
 def double(call: Call, core: Core, sums: np.ndarray, cut: Sequence[int], first_step: int) -> None:
-    """Recursive doubling: each step sends all that this rank has, and so doubles what it has.
+    """Recursive doubling: in each step send all chunks that this rank has, which doubles their
+    number.
 
     P=4      r0 sends     r1 sends     r2 sends     r3 sends
     step 0   c0:1 -> r1   c1:2 -> r0   c2:3 -> r3   c3:4 -> r2
     step 1   c0:2 -> r2   c0:2 -> r3   c2:4 -> r0   c2:4 -> r1
 
-    Args:    sums (n,): full where this rank speaks; the rest is filled.
+    Args:    sums (n,): holds the chunks that this rank acts for; the rest is received.
     Cost:    log2(Q) messages per core rank; (Q-1)*nbytes over all ranks, exactly; no copy.
     """
     for step in range(core.steps):
@@ -292,7 +295,7 @@ def double(call: Call, core: Core, sums: np.ndarray, cut: Sequence[int], first_s
 
 
 def _elements(core: Core, place: int, distance: int, cut: Sequence[int]) -> slice:
-    """The chunks that the `distance` places around `place` speak for, as one stretch of the
-    array."""
+    """Return the slice of the array with the chunks that the `distance` places around `place` act
+    for."""
     first, behind = core.stretch(place, distance)
     return slice(cut[first], cut[behind])

@@ -1,17 +1,17 @@
-"""Hierarchical: first inside each node, then between nodes, one leader each, then inside again.
+"""Hierarchical: first inside each node, then between one leader per node, then inside again.
 
-Links between machines are slower than those within one. A flat ring does not know: with 4 ranks on
-each of 2 nodes, all its 14 steps go at the pace of the slow link. Here only leaders use it:
+Links between machines are slower than links within one. A flat ring ignores this: with 4 ranks on
+each of 2 nodes, all its 14 steps have the speed of the slow link. Here only leaders use it:
 
     node 0: r0 r1 r2    node 1: r3 r4         leaders: r0, r3
 
     all-reduce     r1, r2 -> r0    r4 -> r3       each node reduces to its leader, along a tree
                    r0 <-> r3                      the leaders' all-reduce, around their ring
-                   r0 -> r1, r2    r3 -> r4       each leader tells its node, along a tree
+                   r0 -> r1, r2    r3 -> r4       each leader broadcasts in its node, along a tree
 
-The leader is the first rank of its node, or the root where there is one. Which ranks share a node
-is known since the ranks met (`group.nodes`). Nodes may differ in size, and need not hold
-consecutive ranks. In the costs M is the number of nodes.
+The leader is the first rank of its node, or the root in a verb with a root. `group.nodes` says
+which ranks share a node; it is known since the job started. Nodes may differ in size, and need not
+hold consecutive ranks. In the costs M is the number of nodes.
 
 notes: N4 §1, §3, N2 §11.3
 """
@@ -42,9 +42,8 @@ def plain_all_reduce(
     return result
 
 
-# The real one finds nodes and leaders by itself (`levels`), from what the ranks told each other
-# when they met, and needs no groups: a SubsetCall numbers some ranks of the call anew. It divides a
-# mean once, in the end.
+# The real version finds nodes and leaders itself (`levels`), from `group.nodes`, and needs no
+# groups: a SubsetCall renumbers some ranks of the call. It divides a mean once, at the end.
 
 
 class Levels(NamedTuple):
@@ -59,7 +58,8 @@ class Levels(NamedTuple):
 
 
 def levels(call: Call, root: int | None = None) -> Levels:
-    """Nodes and leaders of a call, after its ranks have agreed; `root` leads its own node."""
+    """Return nodes and leaders of a call, after its ranks have agreed; `root` leads its own
+    node."""
     call.agree()
     numbers = list(dict.fromkeys(call.nodes))
     nodes = [
@@ -83,10 +83,10 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
                               step 3   r0 -> r1, r2 -> r3              the sum, inside
 
     Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders for each stretch of at most 4 MiB
-             (ring.py); 2(P-1)*nbytes over all ranks, exactly, of which 2(M-1)*nbytes between nodes.
-             No workspace on leaders, n elements on ranks with both parent and children.
-    Rounding: low precision is added in float32 and rounded once a rank in the tree, once a hop in
-    the ring.
+             (ring.py); 2(P-1)*nbytes over all ranks, exactly: 2(M-1)*nbytes between nodes, the rest
+             inside. No workspace on leaders, n elements on ranks with both parent and children.
+    Rounding: low precision is added in float32 and rounded once per rank in the tree, once per hop
+    in the ring.
     """
     here = levels(call)
     leads = call.rank == here.leader
@@ -101,9 +101,9 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 
     P=4, two nodes of two, root 1     step 0   r0 -> r1, r3 -> r2      step 1   r2 -> r1
 
-    Cost:    P-1 messages; (P-1)*nbytes, of which (M-1)*nbytes between nodes. Workspace: n elements
-             on leaders.
-    Rounding: low precision is added in float32 and rounded once a rank.
+    Cost:    P-1 messages; (P-1)*nbytes: (M-1)*nbytes between nodes, the rest inside. Workspace: n
+             elements on leaders.
+    Rounding: low precision is added in float32 and rounded once per rank.
     """
     here = levels(call, root)
     partial = _node_sum(call, here, x, op)
@@ -112,11 +112,11 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """Along a tree of leaders, then along a tree in each node.
+    """Send the array along a tree of leaders, then along a tree in each node.
 
     P=4, two nodes of two, root 1     step 0   r1 -> r2                step 1   r1 -> r0, r2 -> r3
 
-    Cost:    P-1 messages; (P-1)*nbytes, of which (M-1)*nbytes between nodes.
+    Cost:    P-1 messages; (P-1)*nbytes: (M-1)*nbytes between nodes, the rest inside.
     """
     here = levels(call, root)
     if call.rank == here.leader:
@@ -125,17 +125,16 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Reduce to the leader; each leader sends each other the chunks of that one's node; and hands
-    its ranks theirs.
+    """Reduce to the leader; each leader sends every other leader the chunks of that leader's node,
+    then sends each rank of its node its chunk.
 
     P=4, two nodes of two     step 0   r1 -> r0, r3 -> r2              x, inside
                               step 1   r0 -> r2: c2 c3, r2 -> r0: c0 c1    of the node's sum, between
                               step 2   r0 -> r1: c1, r2 -> r3: c3      of the sum, inside
 
     Cost:    P-M messages to leaders, P(M-1) between them, P-M from them; (P-1)*nbytes over all
-             ranks, of which (M-1)*nbytes between nodes, and from the leaders the chunks of all
-             others.
-             Workspace: n elements on leaders.
+             ranks ((M-1)*nbytes between nodes, the rest inside), and from the leaders the chunks of
+             all other ranks. Workspace: n elements on leaders.
     Rounding: low precision is added in float32 and rounded once a rank in the tree, once between
     leaders.
     """
@@ -163,15 +162,15 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """Gather to the leader; a node's blocks travel around the leaders' ring; broadcast of the whole
+    """Gather to the leader; pass each node's blocks around the leaders' ring; broadcast all blocks
     in the node.
 
     P=4, two nodes of two     step 0   r1 -> r0: b1, r3 -> r2: b3          inside
                               step 1   r0 -> r2: b0 b1, r2 -> r0: b2 b3    between
                               step 2   r0 -> r1, r2 -> r3                  all blocks, inside
 
-    Cost:    P-M messages to leaders, P(M-1) between them (each block by itself), P-M with the whole
-             along trees. Bytes: the blocks of all but the leaders, M-1 times all blocks (between
+    Cost:    P-M messages to leaders, P(M-1) between them (one per block), P-M with the whole along
+             trees. Bytes: the blocks of all but the leaders, M-1 times all blocks (between
              nodes), and P-M times all blocks.
     """
     here = levels(call)
@@ -201,7 +200,8 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
 
 
 def _node_sum(call: Call, here: Levels, x: np.ndarray, op: Reduction) -> np.ndarray | None:
-    """At the leader the sum of its node, x itself if it is alone there; elsewhere None."""
+    """Return the sum of the node at its leader (x itself if it is the node's only rank), elsewhere
+    None."""
     leads = call.rank == here.leader
     if leads and here.inside.size == 1:
         return x
@@ -211,5 +211,5 @@ def _node_sum(call: Call, here: Levels, x: np.ndarray, op: Reduction) -> np.ndar
 
 
 def _undivided(op: Reduction) -> Reduction:
-    """A mean as a sum: it is divided once, at the end."""
+    """Return the reduction with a mean as a sum: the mean is divided once, at the end."""
     return op._replace(op="sum") if op.op == "mean" else op

@@ -1,7 +1,7 @@
 """Naive: everything passes through the root. Correct, simple, and the baseline for the others.
 
-The root sends or receives P-1 times as much as each other rank, one message after the other, while
-all other links are idle. In a verb without a root, rank 0 is the root.
+The root sends or receives P-1 times the bytes of each other rank, one message after the other,
+while all other links are idle. In a verb without a root, rank 0 is the root.
 
     P=4, all_reduce          r1 -> r0   r2 -> r0   r3 -> r0   (r0 adds)   r0 -> r1   r0 -> r2   r0 -> r3
 
@@ -33,15 +33,15 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
     return total
 
 
-# The real ones are as plain as this. What they add is common to all families: messages arrive where
-# the result is wanted, low precision is added in float32, and every rank's first message says in
-# which call it is.
+# The real versions are as simple as this one. They add what all families have: messages arrive
+# directly in the result, low precision is added in float32, and every rank's first message names
+# its call.
 
 _NOTHING = np.empty(0, np.uint8)
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """The root sends the whole array to each other rank in turn.
+    """Send the whole array from the root to each other rank in turn.
 
     P=4, root 0   step 0   r0 -> r1      step 1   r0 -> r2      step 2   r0 -> r3
 
@@ -57,7 +57,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
-    """Each rank sends the whole array to the root, which adds them in rank order to its own.
+    """Send each rank's whole array to the root, which adds them in rank order to its own.
 
     P=4, root 0   step 0   r1 -> r0      step 1   r2 -> r0      step 2   r3 -> r0
 
@@ -105,7 +105,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndarray | None:
-    """Each rank sends its block to the root.
+    """Send each rank's block to the root.
 
     P=4, root 0   step 0   r1 -> r0      step 1   r2 -> r0      step 2   r3 -> r0
 
@@ -122,7 +122,7 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
 
 
 def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """The root sends each rank its part.
+    """Send each rank its part, from the root.
 
     P=4, root 0   step 0   r0 -> r1      step 1   r0 -> r2      step 2   r0 -> r3
 
@@ -153,13 +153,12 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Every part goes to rank 0 first, then to the rank it is for.
+    """Send every part to rank 0 first, then on to the rank that it is for.
 
     P=3           r1 -> r0: p10 p12      r2 -> r0: p20 p21      r0 -> r1: p01 p21      r0 -> r2: p02 p12
 
-    Cost:    2(P-1)^2 messages; each part twice, but once if it comes from rank 0 or is for it, and
-             never if it stays. Workspace: rank 0 holds all parts that pass through, (P-1)(P-2) of
-             them.
+    Cost:    2(P-1)^2 messages; each part twice, but once if it is from rank 0 or for it, and never
+             if it stays. Workspace: rank 0 holds all parts that pass through, (P-1)(P-2) of them.
     """
     call.agree()
     if call.rank == 0:
@@ -175,7 +174,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
 
 def barrier(call: Call) -> None:
-    """Each rank tells rank 0 that it is here; when all are, rank 0 tells each.
+    """Send a message from each rank to rank 0; when all have arrived, rank 0 answers each.
 
     Cost:    2(P-1) messages of 0 bytes.
     """
@@ -191,7 +190,7 @@ def barrier(call: Call) -> None:
 
 
 def _relay(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Rank 0 of all_to_all: receive every part between other ranks, then pass it on."""
+    """Run rank 0's side of all_to_all: receive every part between other ranks, then send it on."""
     mine = [parts[0]]
     mail = {}
     for src in range(1, call.size):
@@ -212,5 +211,5 @@ def _others(size: int, rank: int) -> list[int]:
 
 
 def in_workspace(call: Call) -> Place:
-    """Place for a block that is only passing through."""
+    """Return a Place in the workspace, for a block that is only passed on."""
     return lambda shape, dtype: call.workspace(int(np.prod(shape)), dtype).reshape(shape)

@@ -1,22 +1,22 @@
-"""Native: the transport's own collectives (MPI_Iallreduce, …), for comparison, and for what they do
-better.
+"""Native: the transport's own collectives (MPI_Iallreduce, …), for comparison, and where the
+library is better.
 
 A library does not check that the ranks make the same call. So every call begins with
-dissemination's barrier, whose messages carry the call's signature: a rank leaves it only after it
-has heard, directly or not, from every other rank. A rank that meets another call raises
-MismatchError before it enters the library, and the control connection makes every other rank raise
-it, too.
+dissemination's barrier, whose messages carry the call's signature: a rank leaves it only after news
+of the arrival of every other rank has reached it. A rank that receives the signature of another
+call raises MismatchError before it enters the library, and the control connection makes every other
+rank raise it, too.
 
-The ledger cannot see into the library. It counts the messages of this module, and the bytes that a
-rank hands to the library as one message. In the costs below A = P ceil(log2 P), the barrier's
-messages (of 0 bytes).
+The ledger cannot see the library's messages. It counts the messages of this module, and the bytes
+that a rank hands to the library as one message. In the costs below A = P ceil(log2 P), the
+barrier's messages (of 0 bytes).
 
-The library decides in which order it adds, and what NaN gives in max and min.
+The library decides the order of additions, and the result of NaN in max and min.
 
 On a GPU (comm/device_lane.py) the arrays are CuPy's, and the library is NCCL or CUDA IPC; the costs
-are the same, but that an all-to-all's shapes travel in P-1 headers a rank instead of labels. NCCL
-adds in the arrays' dtype: it may round low precision at every hop. Between several GPUs not yet
-run.
+are the same, except that an all-to-all's shapes are sent in P-1 headers per rank instead of labels.
+NCCL adds in the arrays' dtype: it may round low precision at every hop. Not yet run between several
+GPUs.
 """
 
 import math
@@ -34,7 +34,7 @@ from minidist.device.backend import array_module
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """The library's all-reduce; a mean is divided here. Cost: A + P messages; P*nbytes handed
+    """Call the library's all-reduce, then divide a mean. Cost: A + P messages; P*nbytes handed
     over."""
     dissemination.barrier(call)
     call.count(x.nbytes)
@@ -43,7 +43,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 
 
 def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
-    """The library's reduce; a mean is divided here. Cost: A + P messages; P*nbytes handed over."""
+    """Call the library's reduce, then divide a mean. Cost: A + P messages; P*nbytes handed over."""
     dissemination.barrier(call)
     call.count(x.nbytes)
     call.native().reduce(x, out, op.op, root)
@@ -52,8 +52,8 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """The library's reduce-scatter; a mean is divided here. Cost: as all_reduce, and a copy of x if
-    `out` is in it."""
+    """Call the library's reduce-scatter, then divide a mean. Cost: as all_reduce, and a copy of x
+    if `out` is in it."""
     dissemination.barrier(call)
     call.count(x.nbytes)
     apart = x.copy() if array_module(x).may_share_memory(x, out) else x
@@ -62,7 +62,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """Shape and dtype first, in headers along the tree, then the library's broadcast.
+    """Send shape and dtype in headers along the tree, then call the library's broadcast.
 
     Cost:    A + P-1 messages of 0 bytes, and nbytes handed over by the root.
     """
@@ -77,7 +77,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """As broadcast, with the library's scatter; the same cost."""
+    """Send shape and dtype along the tree, then call the library's scatter. Cost: as broadcast."""
     shape, dtype = _announced(call, x, root)
     if call.side is not None and call.origin == "cpu":
         return tree.scatter(call, x, place, root)
@@ -94,7 +94,7 @@ def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.nda
 
 
 def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndarray | None:
-    """The lengths of all blocks first, to all, then the library's gather.
+    """Exchange the lengths of all blocks, then call the library's gather.
 
     Cost:    A + 2P messages; 8P bytes of lengths, and the bytes of all blocks. The root copies its
              own first.
@@ -110,8 +110,8 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """As gather, with the library's all-gather; the same cost, and every rank copies its own block
-    first."""
+    """Exchange the lengths of all blocks, then call the library's all-gather. Cost: as gather, but
+    every rank copies its own block first."""
     shape, counts = _joined(call, own)
     mine = own.copy()
     whole = rows.place_whole(shape, own.dtype)
@@ -120,8 +120,8 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """The lengths of all bundles first, then the library's all-to-all of parts with their labels
-    (see bruck.py).
+    """Exchange the lengths of all bundles, then call the library's all-to-all for the parts with
+    their labels (see bruck.py).
 
     Cost:    A + 2P messages; 8 P^2 bytes of lengths, every part that does not stay, and 8 bytes and
              8 for each dim of it. Two copies of every part.
@@ -153,8 +153,8 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
 
 def _all_to_all_on_gpu(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Shapes in headers of messages without bytes, so that each part is received where it
-    belongs."""
+    """Exchange the shapes in headers of messages without bytes, allocate each part where it
+    belongs, then call the library's all-to-all."""
     received = {call.rank: parts[call.rank]}
     ranks = range(call.size)
     for far in range(1, call.size):
@@ -184,15 +184,16 @@ def _all_to_all_on_gpu(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) 
 
 
 def barrier(call: Call) -> None:
-    """Ranks that agree have met already; the library's own follows for comparison. Cost: A + P
-    messages of 0 bytes."""
+    """Wait in dissemination's barrier, which suffices, then call the library's for comparison.
+    Cost: A + P messages of 0 bytes."""
     dissemination.barrier(call)
     call.count(0)
     call.native().barrier()
 
 
 def _announced(call: Call, x: np.ndarray | None, root: int) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of the root's array, after all ranks have agreed: P-1 messages of 0 bytes."""
+    """Return shape and dtype of the root's array, after all ranks have agreed: P-1 messages of 0
+    bytes."""
     dissemination.barrier(call)
     told = tree.broadcast(
         call, None if x is None else np.empty((*x.shape, 0), x.dtype), np.empty, root
@@ -201,8 +202,8 @@ def _announced(call: Call, x: np.ndarray | None, root: int) -> tuple[tuple[int, 
 
 
 def _joined(call: Call, own: np.ndarray) -> tuple[tuple[int, ...], list[int]]:
-    """The shape of all blocks joined, and the bytes of each, after all ranks have agreed; `own` is
-    counted."""
+    """Return the shape of all blocks joined, and the bytes of each, after all ranks have agreed;
+    count `own` as handed over."""
     dissemination.barrier(call)
     mine = np.array([len(own)], np.int64)
     lengths = np.empty(call.size, np.int64)

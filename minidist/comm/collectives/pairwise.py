@@ -1,10 +1,10 @@
-"""Pairwise: in each step every rank sends to a different rank, and no step waits for the one
-before.
+"""Pairwise: in each step every rank sends to a different rank, and no step waits for the previous
+one.
 
-Where all links are alike (a switch, shared memory) an all-reduce needs no ring: rank r receives
-chunk r from every other rank, adds, and sends the sum to every other rank. That is the ring's bytes
-and number of messages, but only two of them wait for each other. Where ranks outnumber cores that
-is what counts: each wait is a change of process.
+Where all links are equally fast (a switch, shared memory) an all-reduce needs no ring: rank r
+receives chunk r from every other rank, adds, and sends the sum to every other rank. This takes the
+ring's bytes and number of messages, but only two messages wait for each other. If there are more
+ranks than cores, this is what counts: each wait is a switch to another process.
 
 notes: N4 §3 全连接网络, All-to-All (N4:173, 192).    Source: Thakur, Rabenseifner & Gropp 2005 (pairwise
                                                  exchange).
@@ -39,19 +39,19 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
     return np.concatenate(plain_all_to_all(group, [own] * group.size))
 
 
-# The real ones have all exchanges under way at once: no step waits for the one before, which is
-# what this family is for. Chunks are added as they come, in the same order on every run.
+# The real versions start all exchanges at once: no step waits for the previous one, which is the
+# purpose of this family. Arriving chunks are added in the same order in every run.
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Step s: send to the rank s+1 places on, receive from the rank s+1 places back; all at once,
-    in this order.
+    """Send part d to rank d and return the parts for this rank, by source. Step s: send to the rank
+    s+1 places on, receive from the rank s+1 places back. All steps start at once, in this order.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   p01 -> r1   p12 -> r2   p20 -> r0
     step 1   p02 -> r2   p10 -> r0   p21 -> r1
 
-    Cost:    P-1 messages per rank; every part once, but those that stay; no copy.
+    Cost:    P-1 messages per rank; every part once, except those that stay; no copy.
     """
     sent, received = call.swap_blocks(parts, place) or (None, {})  # short ones mostly come at once
     receiving = {
@@ -73,15 +73,15 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Every rank sends rank r its chunk r; rank r adds them to its own, nearest predecessor first.
+    """Send chunk r to every other rank r; add the arriving chunks to the own one, nearest
+    predecessor first.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   c1 -> r1    c2 -> r2    c0 -> r0
     step 1   c2 -> r2    c0 -> r0    c1 -> r1
 
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Added straight from the
-             receive buffer;
-             workspace: one float32 chunk in low precision, which is rounded once.
+             receive buffer; workspace: one float32 chunk in low precision, which is rounded once.
     """
     chunks = split(x, call.size)
     sent = [
@@ -94,13 +94,13 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def tell_all(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> None:
-    """Every rank sends its finished chunk to every other rank.
+    """Send this rank's finished chunk to every other rank, and receive theirs.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   c0 -> r1    c1 -> r2    c2 -> r0
     step 1   c0 -> r2    c1 -> r0    c2 -> r1
 
-    Args:    chunks: P arrays; chunk `rank` is full, the others are filled.
+    Args:    chunks: P arrays; chunk `rank` holds its values, the others are received.
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly; no copy.
     """
     received = [call.start_recv(src, chunks[src]) for src in reversed(call.others)]
@@ -112,7 +112,7 @@ def tell_all(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> N
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Reduce-scatter, then every rank sends its sum to every other, in `out`.
+    """Reduce-scatter, then send this rank's sum to every other rank; the result is in `out`.
 
     Cost:    2(P-1) messages per rank; 2(P-1)*nbytes over all ranks, exactly. Workspace: as
              reduce_scatter.

@@ -1,5 +1,5 @@
-"""Ring: every rank talks to its two neighbours only, all links are busy at once, and each carries
-the least possible.
+"""Ring: every rank exchanges messages with its two neighbours only, all links are busy at once, and
+each carries the minimum of bytes.
 
 An all-reduce is a reduce-scatter, after which rank r holds the sum of chunk r, and then an
 all-gather of those sums:
@@ -9,7 +9,7 @@ all-gather of those sums:
     reduce-scatter sum0                sum1                sum2             2 steps of n/3 elements
     all-gather     sum0 sum1 sum2      sum0 sum1 sum2      sum0 sum1 sum2   2 steps of n/3 elements
 
-Each rank sends 2(P-1)/P of the array whatever P is: that is why the ring scales.
+Each rank sends 2(P-1)/P of the array, less than twice the array at any P: so the ring scales.
 
 notes: N1 Ring AllReduce, N4 §2.    Source: Patarasuk & Yuan 2009.
 """
@@ -59,10 +59,10 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
     return np.concatenate(chunks)
 
 
-# The real ring below sends the same chunks in the same steps. It adds what makes it fast and
-# general: an arriving chunk is added straight from the receive buffer, so no step copies or
-# allocates; a long array goes round in stretches that the processors' caches hold; blocks of any
-# length; other operations than the sum; and a broadcast.
+# The real ring below sends the same chunks in the same steps. It is also fast and general: an
+# arriving chunk is added straight from the receive buffer, so no step copies or allocates; a long
+# array is sent in stretches that fit in the processors' caches; blocks may have any length; other
+# operations than the sum; and a broadcast.
 
 
 def reduce_around(
@@ -72,17 +72,17 @@ def reduce_around(
     op: Reduction,
     first_step: int = 0,
 ) -> None:
-    """The first half of the ring: partial sums travel, each rank adds its own chunk to what arrives
-    and passes it on.
+    """Run the first half of the ring: each rank adds its own chunk to the arriving partial sum and
+    passes the result on.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   c2 -> r1    c0 -> r2    c1 -> r0
     step 1   c1 -> r1    c2 -> r2    c0 -> r0
 
     Args:    chunks    this rank's values, cut in P; only read.
-             partials  P-1 arrays: where the sum of each step goes, the last being chunk `rank` of
-                       the result. An array may come again two steps later, and may be the chunk
-                       that is added (in place).
+             partials  P-1 arrays: the destination of each step's sum; the last is chunk `rank` of
+                       the result. The same array may be used again two steps later, and may be the
+                       chunk that is added (in place).
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Each arriving chunk is
              added straight from the receive buffer to this rank's own and written once: no copy, no
              allocation.
@@ -104,13 +104,13 @@ def reduce_around(
 
 
 def gather_around(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> None:
-    """The second half of the ring: finished chunks travel once around.
+    """Run the second half of the ring: pass the finished chunks once around.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   c0 -> r1    c1 -> r2    c2 -> r0
     step 1   c2 -> r1    c0 -> r2    c1 -> r0
 
-    Args:    chunks: P arrays; chunk `rank` is full, the others are filled.
+    Args:    chunks: P arrays; chunk `rank` holds its values, the others are received.
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly; no copy.
     """
     for step in range(call.size - 1):
@@ -126,13 +126,13 @@ def gather_around(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0)
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Reduce-scatter, then all-gather, in `out`; a long array goes round in stretches that the
-    caches hold.
+    """Reduce-scatter, then all-gather, in `out`; a long array is processed in stretches that fit in
+    the caches.
 
     Cost:    2(P-1) messages per rank for each stretch of at most 4 MiB; 2(P-1)*nbytes over all
-             ranks, exactly, also where P does not divide n. No workspace: partial sums stand in
+             ranks, exactly, also where P does not divide n. No workspace: partial sums are kept in
              `out`.
-    Rounding: low precision is added in float32 and rounded once a hop, P-1 times in all.
+    Rounding: low precision is added in float32 and rounded once per hop, P-1 times in all.
     """
     length = STRETCH_BYTES // x.itemsize
     for number, start in enumerate(range(0, max(len(x), 1), length)):
@@ -146,7 +146,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """The first half alone: rank r gets the reduced chunk r of the flattened array.
+    """Run only the first half: rank r gets the reduced chunk r of the flattened array.
 
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Workspace: two chunks
              (none at P = 2).
@@ -157,19 +157,20 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def in_their_places(call: Call, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The `partials` of reduce_around where each partial sum stands at the place of its chunk."""
+    """Return the `partials` of reduce_around that put each partial sum at the place of its
+    chunk."""
     return [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 1)]
 
 
 def reduce_chunks(call: Call, chunks: Sequence[np.ndarray], out: np.ndarray, op: Reduction) -> None:
-    """reduce_around for P >= 2 chunks of any lengths; only the sum of chunk `rank` is kept, in
+    """Run reduce_around for P >= 2 chunks of any lengths; keep only the sum of chunk `rank`, in
     `out`."""
     spare = [call.workspace(max(map(len, chunks)), out.dtype) for _ in range(min(2, call.size - 2))]
     reduce_around(call, chunks, [*(spare[step % 2] for step in range(call.size - 2)), out], op)
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """The second half alone, with blocks of any length: each says its shape in its header.
+    """Run only the second half, with blocks of any length: each header gives the block's shape.
 
     Cost:    P-1 messages per rank; (P-1)*(the bytes of all blocks) over all ranks, exactly.
     """
@@ -177,7 +178,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
 
 
 def gather_blocks(call: Call, own: np.ndarray, place: PlaceOf) -> list[np.ndarray]:
-    """gather_around for blocks of any length; returns all of them, in rank order."""
+    """Run gather_around for blocks of any length; return all blocks, in rank order."""
     blocks = {call.rank: own}
     for step in range(call.size - 1):
         outgoing = (call.rank - step) % call.size
@@ -194,18 +195,18 @@ def gather_blocks(call: Call, own: np.ndarray, place: PlaceOf) -> list[np.ndarra
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """Scatter along the tree, then chunks travel around: no link carries much more than the array
-    once.
+    """Scatter along the tree, then pass the chunks around the ring: no link carries much more than
+    the array once.
 
     P=4, root 0   step 0   r0 -> r2, r0 -> r2      step 1   r0 -> r1, r0 -> r1, r2 -> r3, r2 -> r3      and the ring
 
-    The tree alone would send the whole array log2(P) times, one after the other. In the tree a rank
-    receives two messages: one without bytes, whose shape is that of the array (with a 0 behind it),
-    and the chunks of the ranks that it speaks for. In the ring no rank sends to the root, which has
-    all chunks.
+    The tree without the ring would send the whole array log2(P) times, one after the other. In the
+    tree a rank receives two messages: one without bytes, whose shape is the array's shape followed
+    by a 0, and the chunks of the ranks that it passes on to. In the ring no rank sends to the root,
+    which has all chunks.
 
     Cost:    Messages: 2(P-1) along the tree, (P-1)^2 around the ring; 2 ceil(log2 P) + P-1 are one
-             after the other. Bytes: along the tree each chunk as often as its rank is deep in it;
+             after the other. Bytes: along the tree each chunk once per level of its rank's depth;
              around the ring (P-1)*nbytes, less the chunks that the root does not receive: nbytes
              less its own. No workspace, no copy.
     Source:  Barnett, Shuler, van de Geijn et al. 1994.
@@ -234,7 +235,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def _pass_around_from(call: Call, root: int, chunks: Sequence[np.ndarray], first_step: int) -> None:
-    """gather_around without messages to the root, which has all chunks."""
+    """Run gather_around without messages to the root, which has all chunks."""
     for step in range(call.size - 1):
         outgoing = (call.rank - step) % call.size
         handles = (

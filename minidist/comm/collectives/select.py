@@ -1,10 +1,11 @@
-"""Which algorithms each verb takes, and which one `auto` means.
+"""The algorithms that each verb takes, and the choice that `auto` makes.
 
-All ranks must choose alike, so a choice depends only on what every rank of the call knows: the
-verb, the number of ranks and of nodes, and the arrays' length where all ranks bring the same. With
-that length, the job's communication profile decides (`minidist bench calibrate` measures it, rank 0
-reads it when the job meets): the algorithm of least predicted time (critical_path.py). Without a
-profile, for the other verbs, and where the predicted times differ little, the limits below hold.
+All ranks must make the same choice, so it depends only on data that every rank of the call has: the
+verb, the number of ranks and of nodes, and the arrays' length in verbs where it is the same on all
+ranks. With that length, the job's communication profile decides (`minidist bench calibrate`
+measures it, rank 0 reads it when the job starts): auto takes the algorithm with the least predicted
+time (critical_path.py). Without a profile, for the other verbs, and where the predicted times
+differ little, the limits below decide.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ ALONE: dict[str, Callable[..., Any]] = {
     "all_to_all": lambda call, parts, place: list(parts),
     "barrier": lambda call: None,
 }
-"""What a group of one rank does, whatever the algorithm: the others begin with two ranks."""
+"""The result of each verb in a group of one rank, for any algorithm: the others need two ranks."""
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
     "broadcast": {
@@ -126,22 +127,22 @@ _USUAL = {
     "all_to_all": "pairwise",
     "barrier": "dissemination",
 }
-# the others send as many bytes between nodes, or further ones
+# the other algorithms send as many bytes between nodes, or more
 _BY_LEADERS = ("broadcast", "reduce", "all_reduce")
 
 DIRECT_BYTES = 64 << 10
-"""direct, while a rank sends no more than this, (P-1)n: its messages do not wait for each other."""
+"""Use direct while a rank sends at most this, (P-1)n: its messages do not wait for each other."""
 TREE_BYTES = 64 << 10
-"""tree, up to this length: 2 log2(P) messages wait for each other, where the ring has 2(P-1)."""
+"""Use tree up to this length: 2 log2(P) messages wait for each other, in the ring 2(P-1)."""
 
 PAIRWISE_BYTES = 512 << 10
-"""pairwise, up to this length: two waits instead of the ring's 2(P-1); beyond, the ring's even flow
-is faster."""
+"""Use pairwise up to this length: two waits instead of the ring's 2(P-1). For longer arrays the
+ring's even load of the links is faster."""
 
 HIERARCHICAL_BYTES = 4 << 10
-"""hierarchical beyond this length, between nodes of several ranks: a network is slower than what is
-inside a node, and only leaders use it. Over 1 Gbit/s it takes two thirds of the ring's time. Over
-one as fast as memory it is behind: a profile knows."""
+"""Use hierarchical above this length, between nodes with several ranks: a network is slower than
+the links inside a node, and only leaders use it. Over 1 Gbit/s it takes two thirds of the ring's
+time. Over a network as fast as memory the ring is faster: a profile shows that."""
 
 
 def choose(
@@ -153,14 +154,14 @@ def choose(
     board: bool = False,
     tiers: Tiers | None = None,
 ) -> str:
-    """The name of the algorithm to run: `algorithm` itself, or what "auto" means for this call.
+    """Return the name of the algorithm to run: `algorithm` itself, or the choice for "auto".
 
     Args:    nbytes: the array's bytes, for reduce, all_reduce and reduce_scatter; other verbs must
              pass 0.
-             link: what messages cost in this group, the same on all its ranks; None if it was not
+             link: the cost of messages in this group, the same on all its ranks; None if not
              measured.
-             board: whether the ranks share memory. tiers: how they lie on nodes, if several of them
-             hold several.
+             board: whether the ranks share memory. tiers: the ranks' distribution over nodes, if
+             several nodes hold several ranks.
     Raises:  ConfigError that lists the names the verb takes.
     """
     if algorithm == "auto" and board and "shared" in ALGORITHMS[verb]:
@@ -181,7 +182,7 @@ def choose(
 
 
 def _usual(verb: str, nbytes: int, size: int, tiers: Tiers | None) -> str:
-    """Without a profile."""
+    """Return the choice for "auto" without a profile."""
     few = verb == "all_reduce" and nbytes <= HIERARCHICAL_BYTES
     if tiers is not None and verb in _BY_LEADERS and not few:
         return "hierarchical"

@@ -1,25 +1,24 @@
-"""Shared memory: every rank copies its array to memory that all ranks see, and reads what it needs
-there.
+"""Shared memory: every rank copies its array to memory that all ranks see, and reads the data that
+it needs there.
 
 Ranks of one host need no messages. A rank writes its array once, and all read it. A wait ends when
-all ranks have come; a call has two waits, or one, at every P. Long arrays go in pieces that the
-processors' caches hold:
+all ranks have arrived; a call has one or two waits at every P. Long arrays are processed in pieces
+that fit in the processors' caches:
 
     P=3              r0              r1              r2
     show             .  a1 a2        b0 .  b2        c0 c1 .          all wait for all
-    each adds        a0+b0+c0        a1+b1+c1        a2+b2+c2         straight from there, to its own
+    each adds        a0+b0+c0        a1+b1+c1        a2+b2+c2         reading the shared memory
     show             sum0            sum1            sum2             all wait for all
     each copies      sum0 sum1 sum2  sum0 sum1 sum2  sum0 sum1 sum2
 
-Where the system lets the ranks read each other's memory (process_vm_read.py), a rank lends what is
-longer than one
-piece: it shows only where that lies, the others copy it from there, and all wait for all before it
-may change. That is one copy instead of two, but by a system call, which is slower for arrays that
-the caches hold. Reductions do not lend.
+Where the system lets the ranks read each other's memory (process_vm_read.py), a rank lends an array
+that is longer than one piece: it shows only the address, the others copy the array from there, and
+all wait for all before it may change. That is one copy instead of two, but by a system call, which
+is slower for arrays that fit in the caches. Reductions do not lend.
 
-Only where all ranks of the group share memory: on one host, over auto or shm. What is shown counts
-as one message of its bytes, and so does what is lent: it is there once, for P-1 readers. Addresses
-count as little as headers.
+This works only where all ranks of the group share memory: on one host, over auto or shm. A shown
+array counts as one message of its bytes, and so does a lent array: it exists once, for P-1 readers.
+Addresses, like headers, do not count.
 
 notes: N4 §1 节点内.    Source: Jain, Kaleem et al. 2018 (shared-memory collectives of MPICH).
 """
@@ -46,15 +45,15 @@ def plain_all_reduce(group: SharingGroup, x: np.ndarray) -> np.ndarray:
     return np.concatenate(group.show(own))  # all wait for all
 
 
-# The real one shows long arrays in pieces that the caches hold, leaves out what no other rank
-# reads, and lets each rank add everything itself where the array is so short that a second wait
-# costs more.
+# The real version shows long arrays in pieces that fit in the caches, leaves out the chunk that no
+# other rank reads, and lets each rank add everything itself where the array is so short that a
+# second wait costs more.
 
 _NOTHING = np.empty(0, np.uint8)
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Each rank adds one chunk of every piece for all; of short arrays, everything for itself.
+    """Add one chunk of every piece for all ranks; of short arrays, add everything on each rank.
 
     Cost:     2 messages per rank for each piece of at most 2 MiB, 1 for short arrays; P*nbytes over
               all ranks, exactly.
@@ -67,7 +66,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Every rank shows the chunks of the others, and adds what they show of its own.
+    """Show the chunks of the other ranks, and add the values that they show of this rank's chunk.
 
     Cost:     1 message per rank for each piece: 2 MiB / (P-1) of every chunk, rounded down to 64
               bytes; (P-1)*nbytes over all ranks, exactly.
@@ -83,10 +82,10 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """Every rank shows its block, or lends it if it has more than 2 MiB; without lending it shows 2
-    MiB at a time.
+    """Show the own block, 2 MiB at a time, or lend it if it has more than 2 MiB and ranks can lend;
+    copy the others.
 
-    Cost:    1 message per rank; beyond 2 MiB another, after which lent blocks may change, or 1 a
+    Cost:    1 message per rank; beyond 2 MiB another, after which lent blocks may change, or 1 per
              piece and rank; the bytes of all blocks once, exactly.
     """
     data = bytes_view(own)
@@ -112,9 +111,9 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """The root shows its array, 2 MiB at a time; the others show that they are there.
+    """Show the root's array, 2 MiB at a time; the other ranks show that they have arrived.
 
-    Cost: 1 message a piece and rank; nbytes once, exactly.
+    Cost: 1 message per piece and rank; nbytes once, exactly.
     """
     data = _NOTHING if x is None else bytes_view(x)
     block, part = call.show_block(x, data[:SHOWN_BYTES])[root]
@@ -129,17 +128,17 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Every rank shows the shapes of its parts, and with them the parts, or lends them if all have
-    more than 2 MiB.
+    """Show the shapes of the parts, and also the parts, or lend them if together they have more
+    than 2 MiB; copy the parts for this rank.
 
     P=3      r0                   r1                   r2
     show     shapes, .  p1 p2     shapes, p0 .  p2     shapes, p0 p1 .        all wait for all
-    each     copies what is for it
+    each     copies the parts for it
 
     Cost:    1 message per rank; beyond 2 MiB (of one rank's parts and shapes) another, after which
-             lent parts may change, or, where ranks may not lend, 1 a piece and rank: 2 MiB / (P-1)
-             of every part, rounded down to 64 bytes. Every part once, but those that stay; 8 bytes
-             for each part, 8 for each of its dims.
+             lent parts may change, or, where ranks may not lend, 1 per piece and rank: 2 MiB /
+             (P-1) of every part, rounded down to 64 bytes. Every part once, except those that stay;
+             8 bytes for each part, 8 for each of its dims.
     """
     received = {call.rank: parts[call.rank]}
     others = [part for dst, part in enumerate(parts) if dst != call.rank]
@@ -171,13 +170,13 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
 
 def barrier(call: Call) -> None:
-    """Every rank shows that it is there. Cost: 1 message of 0 bytes per rank."""
+    """Wait until every rank has shown that it has arrived. Cost: 1 message of 0 bytes per rank."""
     call.show(_NOTHING)
 
 
 def piece_bytes(size: int) -> int:
-    """Bytes of each of `size` chunks that a rank shows at a time, when it shows those of the
-    others."""
+    """Return the bytes of each of `size` chunks that a rank shows at a time, when it shows all but
+    its own."""
     return SHOWN_BYTES // (size - 1) & -64
 
 
@@ -198,8 +197,8 @@ def _add_chunks(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> No
 def _of_chunk(
     call: Call, own: np.ndarray, others: Sequence[np.ndarray], edges: Sequence[int]
 ) -> list[np.ndarray]:
-    """What all ranks have of chunk `rank`, this one first, where each shows its `others`; `edges`:
-    of the chunks."""
+    """Return the values of chunk `rank` on all ranks, this rank's first. Each rank shows its
+    `others`; `edges` are the bounds of the chunks."""
     before = edges[call.rank]
     values = [own]
     for rank, shown in enumerate(call.show(*others)):
@@ -211,7 +210,7 @@ def _of_chunk(
 
 
 def _add(call: Call, values: Sequence[np.ndarray], out: np.ndarray, op: Reduction) -> None:
-    """out = the values combined in their order; `out` may be the first."""
+    """Write to `out` the values combined in their order; `out` may be the first of them."""
     total = out if op.total == out.dtype else call.workspace(len(out), op.total)
     op.combine_all(values, out=total)
     op.finish(total, out)
@@ -224,7 +223,7 @@ def _all_to_all_in_pieces(
     received: Mapping[int, np.ndarray],
     longest: int,
 ) -> None:
-    """Every rank shows a piece of all its parts, as often as the longest needs it."""
+    """Exchange long parts: show a piece of all parts, until the longest part is complete."""
     step = piece_bytes(call.size)
     for start in range(0, longest, step):
         shown = call.show(*(part[start : start + step] for part in data))
@@ -239,13 +238,13 @@ def _all_to_all_in_pieces(
 
 
 def _is_long(nbytes: int) -> bool:
-    """Whether so many bytes are more than can be shown at a time."""
+    """Return whether `nbytes` is more than can be shown at a time."""
     return nbytes > SHOWN_BYTES
 
 
 def _lendable(call: Call, array: np.ndarray) -> np.ndarray:
-    """The array, or a copy of it where others cannot read its memory: what came from a GPU may lie
-    in such."""
+    """Return the array, or a copy of it if other ranks cannot read its memory, as with pinned
+    memory of a GPU driver."""
     if call.board is None or call.board.lendable(array):
         return array
     copy = call.workspace(array.size, array.dtype)
@@ -254,5 +253,5 @@ def _lendable(call: Call, array: np.ndarray) -> np.ndarray:
 
 
 def _address(shown: np.ndarray, number: int = 0) -> int:
-    """One of the addresses of what a rank lends."""
+    """Return address `number` of the addresses that a rank shows for its lent arrays."""
     return int(shown.view(np.uint64)[number])

@@ -1,11 +1,11 @@
-"""Some ranks of a call, as a call of their own: how an algorithm of several levels is put together
-from simple ones.
+"""A subset of the ranks of a call, as a call: algorithms of several levels combine simple
+algorithms with it.
 
     row = SubsetCall(call, [4, 5, 6, 7])        # on each of these ranks
     ring.all_reduce(row, x, out, op)            # row.rank, row.size, row.next_rank count among them
 
-No group is made and no message is needed for it: every rank derives the same subsets from what all
-know. Messages go out under the signature of the whole call, and are counted with it.
+It makes no group and needs no message: every rank computes the same subsets from data that all
+ranks have. Messages carry the signature of the whole call, and are counted with it.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from minidist.comm.transport import Reduce
 
 
 class SubsetCall(Call):
-    """The whole call, with ranks numbered as in `ranks`; the steps it tells begin at
-    `first_step`."""
+    """The whole call with its ranks renumbered by their place in `ranks`; the step numbers that it
+    reports begin at `first_step`."""
 
     def __init__(self, call: Call, ranks: Sequence[int], first_step: int = 0) -> None:
         self._whole = call
@@ -49,13 +49,13 @@ class SubsetCall(Call):
         return self._whole.start_recv(self._ranks[src], into, reduce)
 
     def swap_blocks(self, parts: Any, place: Any) -> None:
-        """The transport knows the whole call alone."""
+        """Return None (nothing is swapped): the transport's swap works only on the whole call."""
 
     def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
         return self._whole.start_recv_block(self._ranks[src], place)
 
     def agree(self) -> None:
-        """Nothing: the whole call has agreed."""
+        """Do nothing: the ranks of the whole call have already agreed."""
 
     def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
         return self._whole.workspace(length, dtype)

@@ -1,17 +1,17 @@
-"""Torus: ranks in a grid whose rows and columns are rings, as TPUs are wired; reduce along rows,
+"""Torus: ranks in a grid whose rows and columns are rings, as in TPU networks; reduce along rows,
 then along columns.
 
     P=6, 2 x 3     r0 - r1 - r2 - (r0)        row:    ranks that follow each other
                    |    |    |                column: every third rank
                    r3 - r4 - r5 - (r3)
 
-    all-reduce     reduce-scatter in each row: r0 and r3 hold the sums of their rows' first third,
-                   ... all-reduce of that third in each column
+    all-reduce     reduce-scatter in each row: r0 and r3 hold the sums of their rows' first third
+                   all-reduce of that third in each column
                    all-gather in each row
 
 The ring's bytes exactly, in 2(R + C - 2) steps instead of 2(P-1) (chunks of more than 4 MiB take
-more: all_reduce). R x C is the most square grid of P ranks: 2 x 3 of 6, 3 x 3 of 9. A prime P is
-one row: the ring itself.
+more: all_reduce). R x C is the grid of P ranks that is nearest to a square: 2 x 3 for 6, 3 x 3 for
+9. A prime P is one row: the ring itself.
 
 notes: N4 §3 环面网格 (N4:153)
 """
@@ -39,34 +39,34 @@ def plain_all_reduce(row: BlockingGroup, column: BlockingGroup, x: np.ndarray) -
     return np.concatenate(chunks)
 
 
-# The real one makes the grid of the group's own ranks, and has reduce-scatter and all-gather.
+# The real version makes the grid from the group's own ranks, and has reduce-scatter and all-gather.
 
 
 class Grid(NamedTuple):
-    """R rows of C ranks."""
+    """The shape of a grid: R rows of C ranks."""
 
     rows: int
     columns: int
 
     def row_of(self, rank: int) -> list[int]:
-        """The ranks of the row that `rank` is in."""
+        """Return the ranks of the row of `rank`."""
         first = rank - rank % self.columns
         return list(range(first, first + self.columns))
 
     def column_of(self, rank: int) -> list[int]:
-        """The ranks of the column that `rank` is in."""
+        """Return the ranks of the column of `rank`."""
         return list(range(rank % self.columns, self.rows * self.columns, self.columns))
 
 
 def grid(size: int) -> Grid:
-    """The most square grid of `size` ranks, no higher than wide."""
+    """Return the grid of `size` ranks that is nearest to a square, rows <= columns."""
     rows = max(rows for rows in range(1, size + 1) if size % rows == 0 and rows * rows <= size)
     return Grid(rows, size // rows)
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Reduce-scatter in the row, all-reduce of what came out of it in the column, all-gather in the
-    row; in `out`.
+    """Reduce-scatter in the row, all-reduce the row's chunk in the column, all-gather in the row;
+    in `out`.
 
     P=4           r0 sends     r1 sends     r2 sends     r3 sends
     step 0        c1:2 -> r1   c0:1 -> r0   c1:2 -> r3   c0:1 -> r2
@@ -76,7 +76,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 
     Cost:    2(C-1) messages per rank in its row, 2(R-1) in its column for each stretch of at most 4
              MiB of its chunk (ring.py); 2(P-1)*nbytes over all ranks, exactly. No workspace.
-    Rounding: low precision is added in float32 and rounded once a hop, R + C - 2 times in all.
+    Rounding: low precision is added in float32 and rounded once per hop, R + C - 2 times in all.
     """
     call.agree()
     form = grid(call.size)
@@ -89,7 +89,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """In the column, each rank gets the sum of its row's chunks; in the row, of these, its own.
+    """Reduce-scatter the chunks of whole rows in the column, then single chunks in the row.
 
     P=4           r0 sends     r1 sends     r2 sends     r3 sends
     step 0        c2:4 -> r2   c2:4 -> r3   c0:2 -> r0   c0:2 -> r1
@@ -118,7 +118,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """Blocks travel around the row; then the row's blocks, joined, around the column.
+    """Pass blocks around the row, then the row's joined blocks around the column.
 
     P=4           r0 sends     r1 sends     r2 sends     r3 sends
     step 0        b0 -> r1     b1 -> r0     b2 -> r3     b3 -> r2

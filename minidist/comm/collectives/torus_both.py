@@ -1,26 +1,26 @@
-"""Torus of any number of dims, both ways round every ring at once: all links of a rank are busy in
-every step.
+"""Torus of any number of dims, in both directions of every ring at once: all links of a rank are
+busy in every step.
 
-The torus algorithm (torus.py) uses one direction of one dim at a time: of the 2 D links of a rank
-one sends. Here the array is cut into 2 D parts. Each goes its own way: another dim first, one way
-round or the other:
+The torus algorithm (torus.py) uses one direction of one dim at a time: only one of a rank's 2 D
+links sends. Here the array is cut into 2 D parts. Each part has its own route: it begins with
+another dim, or goes in the other direction:
 
     P=12, 3 x 4      part 0: along the 3, then the 4, rightwards     part 2: along the 4, then the
                      3, rightwards
                      part 1: the same, leftwards                     part 3: the same, leftwards
 
-    a part           reduce-scatter in the ring of its first dim; of the chunk that comes out of it,
+    a part           reduce-scatter in the ring of its first dim; of the resulting chunk,
                      reduce-scatter in the ring of the next; ...; then all-gather in the same rings,
                      the last first
 
-The parts go on in step, so while part 0 uses the links to the right along the first dim, the others
-use the other links. The bytes are the ring's, and a link carries 1/(2 D) of what the torus
-algorithm sends in a step.
+The parts make the same step at the same time, so while part 0 uses the links to the right along the
+first dim, the others use the other links. The bytes are the ring's; a link carries 1/(2 D) of the
+bytes that it carries in a step of the torus algorithm.
 
-The box: the prime factors of P are its sides, the largest innermost, and two 2s are one ring of 4:
-the same wires, since a ring of 2 has one neighbour on both sides. 8 is 2 x 4, 12 is 3 x 4, 27 is 3
-x 3 x 3, and a prime is one ring. A ring of 2 has one link for both directions, and it then carries
-both parts.
+The box: its sides are the prime factors of P, the largest innermost. Two factors of 2 become one
+ring of 4: it uses the same links, since both neighbours in a ring of 2 are the same rank. 8 is
+2 x 4, 12 is 3 x 4, 27 is 3 x 3 x 3, and a prime is one ring. A ring of 2 has one link for both
+directions, and it then carries both parts.
 
 notes:   N4 §3 环面网格 (N4:153)
 Source:  Jain & Sabharwal 2010, "Optimal Bucket Algorithms for Large MPI Collectives on Torus
@@ -42,13 +42,13 @@ from minidist.comm.transport import Reduce
 
 
 class Backwards:
-    """A group whose ranks are numbered from the last: a ring over it goes the other way round."""
+    """A group with its ranks in reverse order: a ring over it goes in the other direction."""
 
     def __init__(self, group: BlockingGroup) -> None:
         self.group, self.size, self.rank = group, group.size, group.size - 1 - group.rank
 
     def exchange(self, x: Any, dst: int, src: int) -> Any:
-        """As BlockingGroup.exchange."""
+        """Exchange with renumbered ranks: see BlockingGroup.exchange."""
         return self.group.exchange(x, dst=self.size - 1 - dst, src=self.size - 1 - src)
 
 
@@ -77,12 +77,12 @@ def plain_all_reduce(rings: Sequence[BlockingGroup], x: np.ndarray) -> np.ndarra
     return np.concatenate(sums)
 
 
-# The real one has the parts under way at once, and makes the rings of the group's own ranks.
+# The real version has all parts in flight at once, and makes the rings from the group's own ranks.
 
 
 class Hop(NamedTuple):
-    """What a part does in one step: a chunk leaves for the next rank of its ring, one comes from
-    the previous."""
+    """A step of a part: a chunk is sent to the next rank of its ring, another is received from
+    the previous rank."""
 
     dst: int
     outgoing: np.ndarray
@@ -92,7 +92,7 @@ class Hop(NamedTuple):
 
 
 def rings_of(rank: int, sides: Sequence[int]) -> list[list[int]]:
-    """The ring of each dim through `rank`, where ranks lie in a box in row-major order."""
+    """Return the ring of each dim through `rank`; the ranks fill the box in row-major order."""
     places = np.arange(int(np.prod(sides))).reshape(sides)
     at = np.unravel_index(rank, sides)
     rings = []
@@ -106,7 +106,7 @@ def rings_of(rank: int, sides: Sequence[int]) -> list[list[int]]:
 def all_reduce(
     call: Call, x: np.ndarray, out: np.ndarray, op: Reduction, *, sides: Sequence[int] | None = None
 ) -> None:
-    """Each part through all dims and back, all parts at once; in `out`.
+    """Reduce each part along all dims and gather it back, all parts at once; in `out`.
 
     P=3      rightwards                          leftwards
     step 0   r0 -> r1    r1 -> r2    r2 -> r0    r0 -> r2    r1 -> r0    r2 -> r1     half a chunk each
@@ -114,11 +114,11 @@ def all_reduce(
     step 2   r0 -> r1    r1 -> r2    r2 -> r0    r0 -> r2    r1 -> r0    r2 -> r1
     step 3   r0 -> r1    r1 -> r2    r2 -> r0    r0 -> r2    r1 -> r0    r2 -> r1
 
-    Args:    sides: of the box, the last dim's ranks neighbours in number; their product is P.
-             Default: as above.
+    Args:    sides: the sides of the box; their product is P. Along the last dim, ranks have
+             consecutive numbers. Default: as above.
     Cost:    2 D messages per rank in each of 2 * (sum of sides - D) steps; 2(P-1)*nbytes over all
              ranks, exactly. No workspace.
-    Rounding: low precision is added in float32 and rounded once a hop, sum of sides - D times in
+    Rounding: low precision is added in float32 and rounded once per hop, sum of sides - D times in
     all.
     """
     call.agree()
@@ -147,7 +147,7 @@ def all_reduce(
 def _hops(
     rank: int, way: Sequence[Sequence[int]], x: np.ndarray, out: np.ndarray, op: Reduction
 ) -> Iterator[Hop]:
-    """The steps of one part, whose dims are the rings of `way` in this order."""
+    """Yield the steps of one part, which uses the rings of `way` in this order."""
     passed = []
     for ranks in way:
         size = len(ranks)

@@ -3,16 +3,15 @@ counts.
 
     P=8, root 0:  broadcast            step 0          step 1                  step 2
                                        r0 -> r4        r0 -> r2, r4 -> r6      r0 -> r1, r2 -> r3, r4 -> r5, r6 -> r7
-                  reduce               the same arrows, turned round, from the last step to the
-                                       first
+                  reduce               the same arrows reversed, from the last step to the first
 
 broadcast, reduce, all_reduce: ranks count from the root: v = (rank - root) mod P. The parent of v
 is v without its lowest set bit; its children are v + 1, v + 2, v + 4, ... below that bit (and below
-P). Every rank but the root hears from exactly one parent.
+P). Every rank except the root receives from exactly one parent.
 
-gather and scatter: here what a rank passes on should be one stretch of the result, so the ranks are
-cut in two halves, each half again in two, and so on. The root speaks for its half; the first rank
-of every other half speaks for that. For P = 2^k and root 0 it is the same tree.
+gather and scatter: the blocks that a rank passes on must be contiguous in the result. So the ranks
+are cut into two halves, each half again into two, and so on. The root receives and sends for its
+half, the first rank of every other half for that half. For P = 2^k and root 0 it is the same tree.
 
 notes: N3 §1, N4 §2
 """
@@ -59,14 +58,14 @@ def plain_reduce(group: BlockingGroup, x: np.ndarray, root: int) -> np.ndarray:
     return total
 
 
-# The real ones tell the farthest place first. That takes as many steps, but the ranks below one
-# rank then follow each other, and all sends of a rank are under way at once. An all-reduce is both;
-# gather and scatter cut the ranks in halves in the same way, so that a message is one stretch of
-# the result.
+# The real versions send to the farthest place first. That takes the same number of steps, but the
+# ranks below one rank are then consecutive, and all sends of a rank are in flight at once. An
+# all-reduce is both; gather and scatter cut the ranks into halves in the same way, so that the
+# blocks of a message are contiguous in the result.
 
 
 def family(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
-    """The parent of `rank` (None at the root) and its children, nearest first."""
+    """Return the parent of `rank` (None at the root) and its children, nearest first."""
     place = (rank - root) % size
     children = []
     bit = 1
@@ -79,7 +78,7 @@ def family(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """A rank that has the array sends it on, to its farthest child first.
+    """Receive the array from the parent and send it to all children, the farthest first.
 
     P=4, root 0   step 0   r0 -> r2      step 1   r0 -> r1, r2 -> r3
 
@@ -99,7 +98,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
-    """Each rank adds what its children send to its own, and sends the sum to its parent.
+    """Add the arrays of the children to the own one, and send the sum to the parent.
 
     P=4, root 0   step 0   r1 -> r0, r3 -> r2      step 1   r2 -> r0
 
@@ -126,7 +125,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     """Reduce to rank 0, then broadcast from it, both along the tree.
 
     Cost:    2(P-1) messages over all ranks, 2*ceil(log2 P) one after the other at most;
-             2(P-1)*nbytes. No workspace: partial sums stand in `out`.
+             2(P-1)*nbytes. No workspace: partial sums are kept in `out`.
     """
     reduce(call, x, out, op, root=0)
     parent, children = family(call.rank, 0, call.size)
@@ -141,8 +140,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 
 
 class Twig(NamedTuple):
-    """One rank of the halved tree: it speaks for ranks `first` to `behind - 1`, from the cut number
-    `cut` on."""
+    """A rank of the halved tree. It acts for ranks `first` to `behind - 1`, which the halving
+    number `cut` has separated."""
 
     rank: int
     first: int
@@ -151,7 +150,7 @@ class Twig(NamedTuple):
 
 
 def halved(rank: int, root: int, size: int) -> tuple[Twig, int | None, list[Twig]]:
-    """This rank's place in the halved tree, its parent (None at the root), and its children,
+    """Return this rank's place in the halved tree, its parent (None at the root), and its children,
     farthest first."""
     me = Twig(root, 0, size, 0)
     parent = None
@@ -176,16 +175,16 @@ def halved(rank: int, root: int, size: int) -> tuple[Twig, int | None, list[Twig
 
 
 def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndarray | None:
-    """Each rank joins what its children send to its own block, and sends it all to its parent.
+    """Join the blocks of the children with the own one, and send them to the parent.
 
     P=4, root 0   step 0   r1 -> r0, r3 -> r2      step 1   r2 -> r0
 
-    A message says the shape of the blocks in it joined: no rank needs to know where one ends and
+    A message gives the shape of its joined blocks: no rank needs to know where one block ends and
     the next begins.
 
-    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each block as
-             often as its rank is deep in the tree. Workspace: twice what a rank sends, at ranks
-             that have both parent and children.
+    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each block once
+             per level of its rank's depth in the tree. Workspace: twice the bytes a rank sends, at
+             ranks that have both parent and children.
     """
     call.agree()
     me, parent, children = halved(call.rank, root, call.size)
@@ -210,17 +209,17 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
 
 
 def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """A rank that has the parts of a stretch of ranks sends those of the other half to the rank
-    that speaks for it.
+    """Receive the parts of a half of the ranks, and send each child the parts that it acts for;
+    return the own part.
 
     P=4, root 0   step 0   r0 -> r2      step 1   r0 -> r1, r2 -> r3
 
-    A stretch of numpy.array_split's parts, joined and cut again, gives the same parts (the longer
-    ones come first), so the message's own shape is all that a rank needs to know.
+    Consecutive parts of numpy.array_split, joined and cut again, give the same parts (the longer
+    parts are first), so a rank needs to know only the message's own shape.
 
-    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each part as
-             often as its rank is deep in the tree. Workspace: what is passed on, and one copy of
-             the part, at ranks that have both parent and children.
+    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each part once
+             per level of its rank's depth in the tree. Workspace: the parts to pass on, and one
+             copy of the own part, at ranks that have both parent and children.
     """
     call.agree()
     me, parent, children = halved(call.rank, root, call.size)
@@ -246,11 +245,11 @@ def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.nda
 
 
 def _step(child: int, root: int, size: int) -> int:
-    """The step of a broadcast in which `child` hears from its parent."""
+    """Return the step of a broadcast in which `child` receives from its parent."""
     place = (child - root) % size
     return (size - 1).bit_length() - (place & -place).bit_length()
 
 
 def _reduce_step(call: Call, root: int) -> int:
-    """The step of a reduce in which this rank sends to its parent."""
+    """Return the step of a reduce in which this rank sends to its parent."""
     return (call.size - 1).bit_length() - 1 - _step(call.rank, root, call.size)

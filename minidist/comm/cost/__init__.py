@@ -1,2 +1,2 @@
-"""What communication costs: volume formulas, the latency-bandwidth link model, the critical
+"""The cost of communication: volume formulas, the latency-bandwidth link model, the critical
 path."""

@@ -1,14 +1,14 @@
 """The critical path of each algorithm: its steps on the slowest rank, from which `auto` predicts
 the time.
 
-    path = PATHS["all_reduce", "ring"](4)             # for P = 4
-    path.work(n)                                      # LinkWork(waits=6, messages=6, moved=1.5 n,
-                                                      added=0.75 n)
-    cost.seconds(path.work(n))                        # with the α, o, β, γ, κ of a profile's link
+    path = PATHS["all_reduce", "ring"](4)      # for P = 4
+    path.work(n)                               # LinkWork(waits=6, messages=6, moved=1.5 n,
+                                               #          added=0.75 n)
+    cost.seconds(path.work(n))                 # with the α, o, β, γ, κ of a profile's link
 
 volume.py sums all ranks' messages and bytes; here only those count that no other hides. Q is the
 largest power of two up to P. Hierarchical algorithms have a path in each of two link classes
-(Tiers). `auto` does not take algorithms from a profile that are missing here.
+(Tiers). With a profile, `auto` does not choose algorithms that are missing here.
 """
 
 from collections import Counter
@@ -21,19 +21,19 @@ from minidist.comm.limits import STRETCH_BYTES
 
 
 class Path(NamedTuple):
-    """As link_model.LinkWork, but moved, added and crowded are multiples of n, the bytes of the
-    array of each rank."""
+    """The fields of link_model.LinkWork, with moved, added and crowded as multiples of n, the bytes
+    of each rank's array."""
 
     waits: int
     messages: int
     moved: float
     added: float
     crowded: float = 0.0
-    # whether waits and messages come again for each STRETCH_BYTES of the array
+    # whether waits and messages are repeated for each STRETCH_BYTES of the array
     stretched: bool = False
 
     def work(self, nbytes: int) -> LinkWork:
-        """The work of a call with arrays of `nbytes` bytes."""
+        """Return the work of a call with arrays of `nbytes` bytes."""
         times = max(1, -(-nbytes // STRETCH_BYTES)) if self.stretched else 1
         return LinkWork(
             times * self.waits,
@@ -45,23 +45,23 @@ class Path(NamedTuple):
 
 
 def _log(size: int) -> int:
-    """ceil(log2 P)."""
+    """Return ceil(log2 P)."""
     return (size - 1).bit_length()
 
 
 def _doublings(size: int) -> tuple[int, int]:
-    """log2 Q, and whether ranks beyond Q are folded in and told the result: 1 or 0."""
+    """Return log2 Q, and 1 if ranks beyond Q are folded and unfolded, else 0."""
     steps = size.bit_length() - 1
     return steps, int(size != 1 << steps)
 
 
 def _part(size: int) -> float:
-    """(P-1)/P: all chunks but one."""
+    """Return (P-1)/P: the share of all chunks except one."""
     return (size - 1) / size
 
 
 def _crowd(moved: float, size: int) -> float:
-    """What is moved to all others at once: with one other, nothing is crowded."""
+    """Return the bytes sent to all others at once, which is crowded only for more than one."""
     return moved if size > 2 else 0.0
 
 
@@ -71,8 +71,8 @@ def _doubling(size: int) -> Path:
 
 
 def _halves(size: int) -> float:
-    """What the first rank gets in all steps of halving: with each surplus rank a core rank speaks
-    for two chunks."""
+    """Return the bytes that the first rank gets in all steps of halving: for each surplus rank, a
+    core rank acts for two chunks."""
     steps, _ = _doublings(size)
     surplus = size - (1 << steps)
     return sum((1 << step) + min(1 << step, surplus) for step in range(steps)) / size
@@ -128,7 +128,8 @@ PATHS: dict[tuple[str, str], Callable[[int], Path]] = {
 
 
 def _torus_both(size: int) -> Path:
-    """Each step sends as many messages as there are parts; on three ranks to all others at once."""
+    """Return the path: each step sends one message per part; with three ranks, to all others at
+    once."""
     sides = box(size)
     steps = 2 * (sum(sides) - len(sides))
     moved = 2 * _part(size)
@@ -136,23 +137,23 @@ def _torus_both(size: int) -> Path:
 
 
 WIRED: dict[tuple[str, str], Callable[[int], Path]] = {("all_reduce", "torus-both"): _torus_both}
-"""The same of algorithms that are made for a wiring, which `auto` knows nothing of: it does not
-take them."""
+"""The paths of algorithms for a special wiring, which `auto` does not know: it does not choose
+them."""
 
 BETWEEN_LEADERS = {"all_reduce": "ring", "reduce": "tree"}
-"""What the leaders do in a hierarchical verb; inside the nodes it is a tree."""
+"""The algorithm of the leaders in a hierarchical verb; inside the nodes it is a tree."""
 
 
 class Tiers(NamedTuple):
-    """How a group lies on several nodes of several ranks."""
+    """The layout of a group on several nodes with several ranks."""
 
-    nodes: int  # how many
-    largest: int  # the ranks of the largest
-    inside: LinkCost | None  # what messages cost inside a node; None if it was not measured
+    nodes: int  # number of nodes
+    largest: int  # number of ranks of the largest
+    inside: LinkCost | None  # the cost of messages inside a node; None if not measured
     between: LinkCost | None  # the same between nodes
 
     def seconds(self, verb: str, nbytes: int) -> float | None:
-        """What hierarchical takes; None if it cannot be told."""
+        """Return the time of the hierarchical algorithm; None if unknown."""
         if self.inside is None or self.between is None or verb not in BETWEEN_LEADERS:
             return None
         return self.inside.seconds(
@@ -161,8 +162,8 @@ class Tiers(NamedTuple):
 
 
 def tiers(nodes: Sequence[int], profile: Profile | None, inside: str) -> Tiers | None:
-    """The tiers of a group with ranks on these nodes; None if it has but one, or fewer than two
-    ranks a node.
+    """Return the tiers of a group with ranks on these nodes; None if it has only one node, or on
+    average fewer than two ranks per node.
 
     Args:    nodes: the machine of each rank; profile: the job's; inside: the link class between
              ranks of one node.
@@ -184,8 +185,8 @@ def tiers(nodes: Sequence[int], profile: Profile | None, inside: str) -> Tiers |
 def fastest(
     verb: str, nbytes: int, size: int, cost: LinkCost, usual: str, here: Tiers | None = None
 ) -> str:
-    """The algorithm of the least time in the model; `usual` if the model does not know it, or if it
-    is slower by no more than the model's misfit: the model knows nothing of caches, for example.
+    """Return the algorithm with the least time in the model. Return `usual` if the model does not
+    know it, or if it is slower by no more than the model's misfit (the model ignores caches etc.).
     """
     times = {
         algorithm: cost.seconds(path(size).work(nbytes))

@@ -1,4 +1,4 @@
-"""What a message costs on this machine, as numbers: the α-β model, fitted to measurements, kept in
+"""The cost of a message on this machine as numbers: the α-β model, fitted to measurements, kept in
 a file.
 
     seconds = waits·α + (messages - waits)·o + bytes moved·β + bytes added·γ + bytes crowded·κ
@@ -7,8 +7,8 @@ a file.
 message that waits for no other; β the time of a byte, 1/bandwidth; γ the additional time to add a
 byte instead of storing it; κ the additional time of a byte that is sent to all others at once.
 `minidist bench calibrate` fits them for each transport and stores the profile; rank 0 reads it when
-the job meets, tells the others, and `auto` (collectives/select.py) predicts each algorithm's time
-with it (critical_path.py).
+the job starts and sends it to the others, and `auto` (collectives/select.py) predicts each
+algorithm's time with it (critical_path.py).
 
 notes: N4 §2.    Source: Hockney 1994 (α, β); Culler et al. 1993 (o).
 """
@@ -28,23 +28,23 @@ from minidist.reading import NotNegative, Positive, read_json, require
 
 FORMAT = 1
 MOST_BYTES = 16 << 20  # of a profile
-WORST_MISFIT = 0.5  # of an entry of a profile that nothing is said of
+WORST_MISFIT = 0.5  # maximum misfit of a profile's entry without a warning
 NETWORK = "network"
-"""The link class of a group whose ranks are on several hosts, whatever the transport is called."""
+"""The link class of a group with ranks on several hosts, for any transport."""
 
 
 class LinkWork(NamedTuple):
-    """What one rank does in a call, one thing after the other, on the path that takes longest."""
+    """The sequential work of one rank in a call, on the path that takes longest."""
 
-    waits: float  # messages that each wait for the one before
+    waits: float  # messages that each wait for the previous message
     messages: float  # messages in all, at least `waits`
-    moved: float  # bytes sent; as many may come in meanwhile
-    added: float  # bytes that are added to others as they arrive
+    moved: float  # bytes sent; the same number may arrive meanwhile
+    added: float  # bytes that are added to others when they arrive
     crowded: float = 0.0  # bytes that are sent to several ranks at once
 
 
 class Sample(NamedTuple):
-    """A measurement."""
+    """The work and the measured seconds of a call."""
 
     work: LinkWork
     seconds: float
@@ -52,25 +52,25 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkCost:
-    """The five numbers of one link class among so many ranks, in seconds and seconds a byte."""
+    """The numbers of one link class for a number of ranks, in seconds and seconds per byte."""
 
     link: str  # "shm", "tcp", ..., or "network"
-    ranks: int  # how many exchanged at once: where they outnumber the cores, all numbers are larger
+    ranks: int  # ranks that exchanged at once: if they outnumber the cores, all numbers are larger
     alpha: float
     overhead: float
     beta: float
     gamma: float
     misfit: float  # the worst |fitted / measured - 1| of the samples
     crowd: float = 0.0
-    # what a call of a training step takes beside its messages; only `here` counts it
+    # time of a call of a training step in addition to its messages; only `here` counts it
     call: float = 0.0
-    # the same of a call of two of the ranks: it need not wait until all had a core
+    # the same for a call of two of the ranks, which need not wait until all ranks had a core
     pair: float = 0.0
-    # by which kernels take longer where so many ranks train, or shorter; only for `here`
+    # factor on the time of kernels when this number of ranks trains; only for `here`
     slowdown: float = 1.0
 
     def seconds(self, work: LinkWork) -> float:
-        """What the model says that this work takes."""
+        """Return the model's time for this work."""
         return (
             work.waits * self.alpha
             + (work.messages - work.waits) * self.overhead
@@ -82,29 +82,29 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class ComputationCost:
-    """What kernels cost where so many ranks compute at once (chapter 24; bench/computation.py
+    """The cost of kernels when a number of ranks compute at once (chapter 24; bench/computation.py
     measures it)."""
 
     ranks: int
     peaks: dict[str, float]  # FLOP/s of an endless matrix product, by dtype
-    half: float  # the size at which a product's third of a side halves that (simulate/rates.py)
-    launch: float  # seconds of a kernel of no work, as NumPy calls it
-    bandwidth: float  # bytes a second
-    cache_bytes: float  # arrays of no more are faster,
-    cache_factor: float  # by this
+    half: float  # products with sides of 3·half run at half of the peak (simulate/rates.py)
+    launch: float  # seconds of a kernel without work, as NumPy calls it
+    bandwidth: float  # bytes per second
+    cache_bytes: float  # arrays up to this size are faster,
+    cache_factor: float  # by this factor
     misfit: float  # the worst |fitted / measured - 1|
     python: float = 0.0  # seconds of Python for one result of an op, in a step
-    # products of matrices of no more bytes together lose nothing by their size
+    # products of matrices with at most this sum of bytes lose no speed by their size
     small_bytes: float = 0.0
-    # seconds until NumPy's innermost loop has started, which views with gaps do often
+    # seconds until NumPy's innermost loop has started, which happens often for views with gaps
     loop: float = 0.0
-    # seconds a byte that a step's products find outside the cache, beside the product
+    # seconds per byte that a step's products read from outside the cache, beyond the product's time
     cold: float = 0.0
-    matrix: float = 0.0  # seconds of each matrix of a stack, beside its product
+    matrix: float = 0.0  # seconds of each matrix of a stack, in addition to its product
 
 
 class _ComputationTold(msgspec.Struct):
-    """A ComputationCost."""
+    """The stored form of a ComputationCost."""
 
     ranks: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     peaks: dict[str, Positive]
@@ -128,11 +128,10 @@ class _ProfileTold(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured links, one for each link class and rank count, and the machine, as `minidist
-    bench` describes it.
+    """The measured links, one for each link class and number of ranks, and the machine, as
+    `minidist bench` describes it.
 
-    Attributes: computation  for each number of ranks that computed at once; empty if it was not
-                             measured
+    Attributes: computation  for each number of ranks that computed at once; empty if not measured
     """
 
     links: Sequence[LinkCost]
@@ -140,10 +139,10 @@ class Profile:
     computation: tuple[ComputationCost, ...] = ()
 
     def link(self, transport: str, nodes: Sequence[int]) -> LinkCost | None:
-        """The costs within a group: of its link class, measured with as many ranks or the next
-        fewer; None if never.
+        """Return the costs within a group: of its link class, measured with the same number of
+        ranks, else the next smaller number, else the smallest; None if not measured.
 
-        Args:    nodes: the machine of each of the group's ranks, as groups number them.
+        Args:    nodes: the machine of each of the group's ranks, numbered as in groups.
         """
         name = NETWORK if len(set(nodes)) > 1 else transport
         measured = [cost for cost in self.links if cost.link == name]
@@ -153,7 +152,7 @@ class Profile:
         return min(measured, key=lambda cost: cost.ranks, default=None)
 
     def misses(self) -> list[str]:
-        """In words, each entry that misses a measured time by more than half of it."""
+        """Return a text for each entry that misses a measured time by more than half of it."""
         links = [(f"{cost.link} among {cost.ranks} ranks", cost.misfit) for cost in self.links]
         computation = [
             (f"computation of {cost.ranks} at once", cost.misfit) for cost in self.computation
@@ -165,8 +164,8 @@ class Profile:
         ]
 
     def beside(self, path: Path) -> "Profile":
-        """This profile, and what the one in `path` has of other links or rank counts; if it is of
-        the same machine."""
+        """Return this profile with the entries of the one in `path` for other links or numbers of
+        ranks, if it is of the same machine."""
         try:
             older = load_profile(path)
         except ConfigError:  # about to be replaced
@@ -182,7 +181,7 @@ class Profile:
         return Profile([*kept, *self.links], self.machine, computation + self.computation)
 
     def as_json(self) -> dict[str, Any]:
-        """For the file, and for the other ranks."""
+        """Return the value for the file, and for the other ranks."""
         return {
             "format": FORMAT,
             "machine": self.machine,
@@ -192,8 +191,8 @@ class Profile:
 
     @classmethod
     def from_json(cls, value: Any) -> "Profile":
-        """The profile that as_json gave. Raises: ConfigError that says in a few words what is wrong
-        with it."""
+        """Return the profile that as_json gave. Raises: ConfigError that says in a few words what
+        is wrong with it."""
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ConfigError(f'it does not say "format": {FORMAT}')
         links = value.get("links")
@@ -232,14 +231,14 @@ def _link(entry: Any) -> LinkCost:
 
 
 def profile_path() -> Path:
-    """Where this user's profile is: ~/.config/minidist/profile.json, or where XDG_CONFIG_HOME has
-    it."""
+    """Return the path of this user's profile: ~/.config/minidist/profile.json, or under
+    XDG_CONFIG_HOME."""
     return user_folder("XDG_CONFIG_HOME", ".config") / "minidist" / "profile.json"
 
 
 def load_profile(path: Path | None = None) -> Profile | None:
-    """The profile in `path`, or the user's; None if there is none. Raises: ConfigError if the file
-    is no profile."""
+    """Return the profile in `path`, or the user's; None if there is none. Raises: ConfigError if
+    the file is not a profile."""
     try:
         file = path or profile_path()
     except ConfigError:  # a user without a home has none
@@ -257,8 +256,8 @@ def load_profile(path: Path | None = None) -> Profile | None:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write the profile; a reader finds the old file or the new one. Raises: OSError if it cannot
-    be written."""
+    """Write the profile; a reader sees the old file or the new one, never a part. Raises: OSError
+    if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as draft:
         draft.write_text(json.dumps(profile.as_json(), indent=1) + "\n", encoding="utf-8")
@@ -268,11 +267,11 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def fit(link: str, ranks: int, samples: Iterable[Sample]) -> LinkCost:
-    """The five numbers, none below 0, that come closest to the samples.
+    """Return the numbers of a link, none below 0, that fit the samples best.
 
-    Weighted least squares: the sum of (fitted/measured - 1)² is least, so that a microsecond
-    message counts as much as a millisecond one. A number that would come out below 0 is set to 0,
-    and the others are fitted again.
+    Weighted least squares: the sum of (fitted/measured - 1)² is minimal, so that a microsecond
+    message counts as much as a millisecond one. If a number would be below 0, it is set to 0 and
+    the others are fitted again.
     """
     rows = np.array(
         [
@@ -281,8 +280,8 @@ def fit(link: str, ranks: int, samples: Iterable[Sample]) -> LinkCost:
         ],
         np.float64,
     )  # (samples, 6)
-    relative = rows[:, :5] / rows[:, 5:]  # what each number adds, of what was measured
-    scale = np.abs(relative).max(axis=0)  # seconds and seconds a byte differ by 1e5
+    relative = rows[:, :5] / rows[:, 5:]  # each number's share of the measured time
+    scale = np.abs(relative).max(axis=0)  # seconds and seconds per byte differ by 1e5
     free = [column for column in range(5) if scale[column]]
     numbers = np.zeros(5)
     while free:

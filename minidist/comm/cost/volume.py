@@ -1,14 +1,13 @@
-"""What each algorithm sends, as formulas: messages and bytes, summed over all ranks. The ledger is
-held against them.
+"""The messages and bytes of each algorithm as formulas, summed over all ranks. Tests compare the
+ledger with them.
 
     formula = FORMULAS["all_reduce", "ring"]
     formula.nbytes, formula.bytes_of(Case(size=4, nbytes=4000))       # "2(P-1)n", 24000
 
-They are exact, also where P does not divide n. Letters: P ranks, Q the largest power of two among
-the numbers up to P; n the bytes of the array that each rank brings (or the root does); b_r the
-bytes of rank r's block, N their sum; p_rd the bytes of the part from rank r for rank d; M nodes, L
-the ranks of the largest, R x C the grid of a torus; D dims of the box of torus-both, S the sum of
-its sides.
+They are exact, also where P does not divide n. Letters: P ranks, Q the largest power of two up to
+P; n the bytes of the array that each rank (or the root) brings; b_r the bytes of rank r's block, N
+their sum; p_rd the bytes of the part from rank r for rank d; M nodes, L the ranks of the largest,
+R x C the grid of a torus; D dims of the box of torus-both, S the sum of its sides.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,16 +20,16 @@ from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES, STRETCH_BYTES
 
 @dataclass(frozen=True)
 class Case:
-    """One call, as the formulas see it."""
+    """The values of one call in the formulas."""
 
     size: int  # P
     nbytes: int = 0  # n, for broadcast, reduce, all_reduce, reduce_scatter
-    # b_r: what rank r brings to a gather, or gets from a (reduce_)scatter
+    # b_r: the bytes that rank r brings to a gather, or gets from a (reduce_)scatter
     blocks: Sequence[int] = ()
     parts: Sequence[Sequence[int]] = ()  # p_rd, a list for each r: for all_to_all
     dims: int = 1  # of each part
-    itemsize: int = 1  # bytes of an element, where a chunk may be cut (torus)
-    nodes: Sequence[int] = ()  # the machine each rank is on; empty: one machine
+    itemsize: int = 1  # bytes of an element: chunks are cut between elements (torus)
+    nodes: Sequence[int] = ()  # the machine of each rank; empty: one machine
     root: int = 0
     lends: bool = False  # whether the ranks may read each other's memory (shared_memory.py)
 
@@ -73,41 +72,41 @@ class Case:
 
     @property
     def folded(self) -> int:
-        """Bytes of the P-Q ranks that halving and doubling fold into the ones before them: 1, 3, 5,
-        ..."""
+        """Bytes of the P-Q surplus ranks, which halving and doubling fold into the ranks before
+        them: 1, 3, 5, ..."""
         return sum(self.blocks[1 : 2 * (self.size - self.core) : 2])
 
 
 @dataclass(frozen=True)
 class Formula:
-    """Messages and bytes of one algorithm among two ranks or more, to read and to compute; one rank
-    sends nothing."""
+    """The messages and bytes of one algorithm for at least two ranks, as text and as functions; a
+    single rank sends nothing."""
 
     messages: str
     count: Callable[[Case], int]
     nbytes: str
     volume: Callable[[Case], int]
-    steps: str  # how many messages wait for each other
+    steps: str  # number of messages that wait for each other
 
     def messages_of(self, case: Case) -> int:
-        """Messages of all ranks."""
+        """Return the number of messages of all ranks."""
         return 0 if case.size == 1 else self.count(case)
 
     def bytes_of(self, case: Case) -> int:
-        """Bytes that all ranks send."""
+        """Return the bytes that all ranks send."""
         return 0 if case.size == 1 else self.volume(case)
 
 
 def chunk_bytes(length: int, itemsize: int, size: int) -> list[int]:
-    """Bytes of each rank's chunk of an array of `length` elements, as reduce_scatter and scatter
-    cut it."""
+    """Return the bytes of each rank's chunk of an array of `length` elements, cut as in
+    reduce_scatter and scatter."""
     edges = bounds(length, size)
     return [(stop - start) * itemsize for start, stop in pairwise(edges)]
 
 
 def box(size: int) -> tuple[int, ...]:
-    """The sides of torus-both's box, the largest last: the prime factors of `size`, two 2s as a 4;
-    (3, 4) of 12."""
+    """Return the sides of torus-both's box, the largest last: the prime factors of `size`, two 2s
+    as a 4; (3, 4) for 12."""
     sides: list[int] = []
     factor = 2
     while size > 1:
@@ -123,7 +122,7 @@ def box(size: int) -> tuple[int, ...]:
 
 
 def _travelling(case: Case) -> list[tuple[int, int, int]]:
-    """(src, dst, bytes) of the parts that do not stay where they are."""
+    """Return (src, dst, bytes) of the parts that go to another rank."""
     return [
         (src, dst, part)
         for src, row in enumerate(case.parts)
@@ -137,19 +136,19 @@ def _leaving(case: Case) -> int:
 
 
 def _by_rank_0(case: Case) -> int:
-    """Every part that leaves, once to rank 0 unless it is there, once from it unless it is for
-    it."""
+    """Return the bytes of every part that leaves: once to rank 0 unless it is from rank 0, once
+    from rank 0 unless it is for it."""
     return sum(part * ((src != 0) + (dst != 0)) for src, dst, part in _travelling(case))
 
 
 def _halvings(case: Case) -> int:
-    """Messages of the core that halves or doubles once, and of fold and unfold."""
+    """Return the messages of the core for one halving or doubling, and of fold and unfold."""
     return case.core * (case.core.bit_length() - 1) + 2 * (case.size - case.core)
 
 
 def _depths(head: int, first: int, behind: int) -> list[int]:
-    """How deep each rank is in the tree of halves over ranks first to behind - 1, for which `head`
-    speaks."""
+    """Return the depth of each rank in the tree of halves over ranks first to behind - 1, whose
+    root is `head`."""
     if behind - first == 1:
         return [0]
     middle = (first + behind + 1) // 2
@@ -170,7 +169,7 @@ def _by_depth(case: Case) -> int:
 
 
 def _jumps(case: Case) -> int:
-    """Every part and its label, as often as the way it has to go has binary ones."""
+    """Return the bytes of every part with its label, once per binary one of its distance."""
     return sum(
         (part + 8 + 8 * case.dims) * ((dst - src) % case.size).bit_count()
         for src, dst, part in _travelling(case)
@@ -200,12 +199,13 @@ _NO_BYTES = ("0", lambda case: 0)
 
 
 def _stretches(nbytes: int) -> int:
-    """How often a ring all-reduce goes round with so many bytes."""
+    """Return the number of stretches in which a ring all-reduce sends `nbytes` bytes."""
     return max(1, -(-nbytes // STRETCH_BYTES))
 
 
 def _torus(case: Case) -> int:
-    """Once round each row and back; and each column's ring, which has a chunk of a row."""
+    """Return the messages of reduce-scatter and all-gather in each row, and of the all-reduce of a
+    row's chunk in each column."""
     rows, columns = case.grid
     chunks = chunk_bytes(case.nbytes // case.itemsize, case.itemsize, columns)
     return 2 * case.size * (columns - 1) + sum(
@@ -218,7 +218,8 @@ def _piece(case: Case) -> int:
 
 
 def _shown(case: Case, nbytes: int, piece: int | None = None) -> int:
-    """Messages of all ranks that show `nbytes` in pieces (of SHOWN_BYTES), one at least."""
+    """Return the messages of all ranks that show `nbytes` in pieces (default SHOWN_BYTES), at least
+    one per rank."""
     return case.size * max(1, -(-nbytes // (piece or SHOWN_BYTES)))
 
 
@@ -228,7 +229,7 @@ def _shown_blocks(case: Case) -> int:
 
 
 def _shown_parts(case: Case) -> int:
-    """With their labels, if they fit; else by themselves."""
+    """Return the messages that show all parts: with their labels, if they fit; else separately."""
     leaving = [
         [part for dst, part in enumerate(row) if dst != src] for src, row in enumerate(case.parts)
     ]
@@ -250,8 +251,8 @@ def _native(
     volume: Callable[[Case], int],
     steps: str = "ceil(log2 P) + 1",
 ) -> Formula:
-    """A = P ceil(log2 P) messages that agree; then what is handed to the library, by more than one
-    rank at least."""
+    """Return the formula of a native algorithm: A = P ceil(log2 P) messages to agree, and the
+    messages and bytes handed to the library."""
     return Formula(
         f"A + {messages}, A = P ceil(log2 P)",
         lambda case: _LOG_EACH[1](case) + count(case),

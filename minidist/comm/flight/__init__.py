@@ -1,2 +1,2 @@
 """The flight recorder: the last calls, messages, steps and long waits of a rank, in a ring that
-outlives it."""
+remains when the rank has ended."""

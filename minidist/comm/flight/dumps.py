@@ -1,18 +1,18 @@
-"""A flight recorder as JSON, with the keys of PyTorch's dumps (version 2.10), and our own records
-beside them.
+"""A flight recorder as JSON, with the keys of PyTorch's dumps (version 2.10), and in addition our
+own records.
 
     version, rank, pg_config {group: name, desc, ranks}, pg_status {group: last_…_collective}
-    entries      each call, and each message in one direction, as PyTorch's analysis matches it:
+    entries      each call, and each message in one direction, in the form of PyTorch's analysis:
                  record_id, pg_id, process_group [group, axis], collective_seq_id, p2p_seq_id,
                  op_id, profiling_name ("gloo:all_reduce", "gloo:send 1->2"), time_created_ns,
                  time_discovered_started_ns, time_discovered_completed_ns, duration_ms, input_sizes,
                  input_dtypes, output_sizes, output_dtypes, state, is_p2p, retired, timeout_ms,
                  frames [{name, filename, line}]
-    minidist     the ring's header and its records as they are, also of steps and waits (slots.py)
+    minidist     the ring's header and its records unchanged, also of steps and waits (slots.py)
 
-PyTorch names its own library in profiling_name; "gloo" stands there because the analysis refuses a
-name that it does not know. Its loader reads pickles only, which we do not write; a JSON value is
-what its build_db takes.
+PyTorch names its own library in profiling_name; we write "gloo" because the analysis refuses names
+that it does not know. Its loader reads only pickles, which we do not write; its build_db takes a
+JSON value.
 """
 
 import json
@@ -51,8 +51,8 @@ class _DumpFile(msgspec.Struct):
 def write_dump(
     path: str | Path, header: dict[str, Any], entries: list[Entry], *, member: bool = False
 ) -> None:
-    """Write the file, whole or not at all, for this user alone. Args: member: as of files.whole.
-    Raises: OSError."""
+    """Write the whole file or nothing, readable only for this user. Args: member: as for
+    files.whole. Raises: OSError."""
     with (
         whole(path, member=member) as draft,
         open(draft, "w", opener=private, encoding="utf-8") as stream,
@@ -61,7 +61,7 @@ def write_dump(
 
 
 def read_dump(path: str | Path, *, member: bool = False) -> tuple[dict[str, Any], list[Entry]]:
-    """What write_dump has written: (header, entries). Args, Raises: as read_ring."""
+    """Return what write_dump has written: (header, entries). Args, Raises: as read_ring."""
     try:
         own = read_json(path, _DumpFile, member=member)["minidist"]
         header = {
@@ -79,7 +79,7 @@ def read_dump(path: str | Path, *, member: bool = False) -> tuple[dict[str, Any]
 
 
 def as_json(header: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
-    """The value that stands in the file."""
+    """Return the value to write into the file."""
     groups = {group: (axis, [*ranks]) for group, (axis, ranks) in header["groups"].items()}
     calls = [entry for entry in entries if entry["kind"] in (CALL, MESSAGE)]
     return {
@@ -145,13 +145,13 @@ def _entry(
 
 
 def _nanoseconds(seconds: float, header: dict[str, Any]) -> int:
-    """The time of day."""
+    """Return the time of day in nanoseconds."""
     return int((seconds + header["clock"]) * 1e9)
 
 
 def _name(entry: Entry, world_rank: int, ranks: list[int]) -> str:
-    """A verb; of a message also the way, as places among the group's sorted world ranks, which
-    PyTorch counts."""
+    """Return a verb; for a message with its direction, as places among the group's sorted world
+    ranks, which PyTorch uses."""
     if entry["kind"] == CALL or not ranks:
         return str(entry["verb"])
     here = sorted(ranks).index(world_rank)
@@ -164,8 +164,8 @@ def _name(entry: Entry, world_rank: int, ranks: list[int]) -> str:
 
 
 def _sizes(entry: Entry, size: int) -> tuple[list[int], list[int]]:
-    """Shapes of a call's argument and result, as PyTorch, whose parts are all of one size, would
-    note them."""
+    """Return the shapes of a call's argument and result in PyTorch's form, in which all parts have
+    equal size."""
     shape = [1 if dim is None else dim for dim in entry["shape"] or []]
     if entry["verb"] in ("all_gather", "gather"):
         return shape, [size * (shape or [1])[0], *shape[1:]]

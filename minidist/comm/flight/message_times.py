@@ -1,18 +1,18 @@
-"""When messages left and arrived: one message a step of each link, from which diagnosis gets the
-link's alpha and beta.
+"""Times when messages left and arrived: one message per step of each link, from which diagnosis
+computes the link's alpha and beta.
 
-    ledger.times = MessageTimes(rank)       # from now on calls report their messages
-    ledger.times.take()                     # after each step: {"out": [...], "in": [...]}, and the
-                                            next step begins
+    ledger.times = MessageTimes(rank)   # from now on calls report their messages
+    ledger.times.take()                 # after each step: {"out": [...], "in": [...]};
+                                        # the next step begins
 
     out     [peer, group, number, bytes, sent]                  sent: the sender's start_send
     in      [peer, group, number, bytes, posted, arrived]       posted: the receiver's start_recv
 
-All times are microseconds of time.perf_counter(). Where the receive was posted before the message
-was sent, the message took arrived - sent; else the receiver was late, and the time of its arrival
-is unknown. Both ends choose the same message of a step without talking: in even steps the largest
-to a peer, in odd ones the smallest, and of several the first. They count the messages of a group
-from the job's first one, so a reader can match both ends.
+All times are microseconds of time.perf_counter(). If the receive was posted before the message was
+sent, the message took arrived - sent; else the receiver was late, and the time of the arrival is
+unknown. Both ends choose the same message of a step without communication: in even steps the
+largest to a peer, in odd ones the smallest, and among equals the first. They count the messages of
+a group from the job's first one, so a reader can match both ends.
 """
 
 import time
@@ -20,15 +20,15 @@ from typing import Any
 
 from minidist.comm.observers import CallMessage, MessageWatch, ObservedCall, Observer
 
-# links of a rank and direction that one step tells of; of more ranks each step takes others
+# links per rank and direction that one step reports; with more ranks, each step reports others
 MOST = 12
-SHORT = 16 << 10  # bytes that come with their header
+SHORT = 16 << 10  # bytes of a message that arrives with its header
 _MICRO = 1e6
 
 
 class MessageTimes(Observer):
-    """The messages of one rank's collectives. Safe to use from several threads: a group's messages
-    come in order."""
+    """The times of messages of one rank's collectives. Safe to use from several threads: a group's
+    messages are reported in order."""
 
     def __init__(self, world_rank: int, world_size: int) -> None:
         self.world_rank = world_rank
@@ -49,14 +49,14 @@ class MessageTimes(Observer):
         return self.posted(call.signature.group, message.src, message.nbytes)
 
     def sent(self, group: int, peer: int, nbytes: int) -> None:
-        """A message of this rank sets out."""
+        """Note that a message of this rank is sent."""
         number = self._next("out", group, peer)
         if nbytes and self._kept(self._out, peer, group, number, nbytes):
             self._out[peer] = [peer, group & 0xFFFF, number, nbytes, _now()]
 
     def posted(self, group: int, peer: int, nbytes: int) -> "Arrival | None":
-        """A receive is about to be posted. Returns: where to note its arrival; None for a message
-        that is not kept."""
+        """Note that a receive is about to be posted. Returns: the watch of its arrival; None if the
+        message is not kept."""
         number = self._next("in", group, peer)
         if not nbytes or not self._kept(self._in, peer, group, number, nbytes):
             return None
@@ -64,7 +64,7 @@ class MessageTimes(Observer):
         return Arrival(kept)
 
     def take(self) -> dict[str, list[list[int]]]:
-        """What one step has kept, and begin the next step."""
+        """Return the messages kept in this step, and begin the next step."""
         found = {
             "out": list(self._out.values()),
             "in": [kept for kept in self._in.values() if kept[-1]],
@@ -82,7 +82,7 @@ class MessageTimes(Observer):
     def _kept(
         self, found: dict[int, list[Any]], peer: int, group: int, number: int, nbytes: int
     ) -> bool:
-        """Whether this message is the one that its step tells of, of those so far."""
+        """Return whether this message is, so far, the one to report for its step."""
         turns = -(-self.world_size // MOST)
         if peer == self.world_rank or (peer + self.world_rank + self._step) % turns:
             return False
@@ -94,8 +94,9 @@ class MessageTimes(Observer):
 
 
 class Arrival(MessageWatch):
-    """When one message arrives: at the end of a wait for it. One that was there before the wait
-    began is known only by its header, which is enough if it is short; a long one is left out."""
+    """The watch of a message's arrival: at the end of a wait for it. If it had arrived before the
+    wait began, only the time of its header is known, which is enough for a short message; a long
+    one is left out."""
 
     def __init__(self, kept: list[Any]) -> None:
         self._kept = kept

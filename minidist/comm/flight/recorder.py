@@ -2,21 +2,20 @@
 megabyte.
 
     ledger.flight.entries()                         # the newest 4,000 or so, oldest first
-    ledger.flight.keep_in("run/flight/00003.ring")  # from now on the ring is a file, which a killed
-                                                    rank leaves behind
-    rank, entries = read_ring("run/flight/00003.ring")      # also of a rank that still runs
+    ledger.flight.keep_in("run/flight/00003.ring")  # from now on the ring is a file, which remains
+                                                    # when the rank is killed
+    rank, entries = read_ring("run/flight/00003.ring")      # also while the rank runs
     ledger.flight.dump("rank3.json")                # the same as JSON, with the keys of PyTorch's
-                                                    flight recorder
+                                                    # flight recorder
 
-It is always on. A record is written when a call begins, or is put in a queue before that, and when
-it ends; so the last record of a rank that hangs or was killed says in which call it was. The ring
-is a memory map; one of a file needs no dump, because the system keeps what a process has written
-there, however it ends. Its bytes: slots.py.
+It is always on. A record is written when a call is queued or begins, and completed when it ends; so
+the last record of a rank that hangs or was killed shows in which call it was. The ring is a memory
+map; a ring in a file needs no dump, because the system keeps what a process has written there,
+however the process ends. slots.py describes its bytes.
 
-A file that is there already is replaced, not written over: a rank of an earlier generation, or of
-the run that is resumed, may have it mapped. So a path holds the ring of the newest rank of that
-number.
-Cost: about 4 µs a call, and no memory but the ring.
+An existing file is replaced, not overwritten: a rank of an earlier generation, or of the run that
+is resumed, may have it mapped. So a path holds the ring of the newest rank of that number.
+Cost: about 4 µs per call, and no memory except the ring.
 """
 
 import itertools
@@ -66,20 +65,20 @@ from minidist.files import reserve
 
 FOLDER_TRIES = 100
 
-# the bytes that stand for them in a slot
+# the bytes for kinds and states in a slot
 _CALL, _MESSAGE, _STEP, _WAIT, _END, _STATE_OF_STEP = range(len(KINDS))
 _MADE, _BEGUN, _ENDED, _FAILED = range(len(STATES))
 
 recorders: "weakref.WeakSet[FlightRecorder]" = weakref.WeakSet()
-"""Those of this process that have a ring; SIGUSR2 dumps them (signals.py)."""
+"""The recorders of this process that have a ring; SIGUSR2 dumps them (health/flight_signals.py)."""
 
 
 class FlightRecorder(Observer):
-    """The ring of one rank, made at its first record. Safe to use from several threads.
+    """The ring of one rank, created at its first record. Safe to use from several threads.
 
-    Attributes: step    the training step that the program is in, or None
+    Attributes: step    the current training step of the program, or None
                 path    the file of the ring, or None
-                pid     the process that the ring is of
+                pid     the process of the ring
     """
 
     def __init__(self, world_rank: int = 0) -> None:
@@ -132,10 +131,10 @@ class FlightRecorder(Observer):
         dst: int | None = None,
         src: int | None = None,
     ) -> int:
-        """A message to `dst`, or from `src`, ranks of the group, is begun. Returns: the number, for
-        ended().
+        """Record the start of a message to `dst`, or from `src`, ranks of the group. Returns: the
+        number, for ended().
 
-        Args:    sequence: its place among the messages between the two in this direction, from 1.
+        Args:    sequence: its place among the messages from one rank to the other, from 1.
         """
         if group not in self._groups:
             self._know(group, axis, world_ranks)
@@ -144,11 +143,10 @@ class FlightRecorder(Observer):
         )
 
     def begun(self, number: int, seconds: float = 0.0) -> None:
-        """The call sets out, in the group's worker, whose turn has come; or did so `seconds`
-        ago."""
+        """Record that the call starts now in the group's worker; or that it did `seconds` ago."""
         ring = self._open()
         at = place(number)
-        if NUMBER.unpack_from(ring, at)[0] == number:  # else the ring has gone round since
+        if NUMBER.unpack_from(ring, at)[0] == number:  # else the slot was overwritten since
             TIME.pack_into(ring, at + BEGUN_AT, time.perf_counter() - seconds)
             ring[at + STATE_AT] = _BEGUN
 
@@ -162,10 +160,10 @@ class FlightRecorder(Observer):
         blocking: bool = False,
         stood: float = 0.0,
     ) -> None:
-        """The call, message or wait is over; this rank has sent so many bytes in so many messages.
+        """Record the end of a call, message or wait, with the bytes and messages that this rank has
+        sent.
 
-        Args:    blocking: the program stood still from its begin on; else for the last `stood`
-                 seconds.
+        Args:    blocking: the program waited from its start on; else for the last `stood` seconds.
         """
         ring = self._ring or self._open()
         at = HEADER_BYTES + number % SLOTS * SLOT_BYTES
@@ -178,14 +176,14 @@ class FlightRecorder(Observer):
             ring[at + STATE_AT] = _FAILED if failed else _ENDED
 
     def stood(self, number: int, seconds: float) -> None:
-        """The program has waited so long for the end of a started call, which is over."""
+        """Record the seconds that the program has waited for the end of a started call."""
         ring = self._open()
         at = place(number)
         if NUMBER.unpack_from(ring, at)[0] == number:
             STOOD.pack_into(ring, at + STOOD_AT, seconds)
 
     def start_step(self, step: int | None) -> None:
-        """The program begins a training step."""
+        """Record that the program begins a training step."""
         self.step = step
         self._write(_STEP, _ENDED, b"", 0)
 
@@ -197,11 +195,10 @@ class FlightRecorder(Observer):
         joules: float,
         source: str,
     ) -> None:
-        """What the rank holds after a step, and has spent.
+        """Record the rank's memory and energy after a step.
 
-        Args:    memory: bytes of each of account.CATEGORIES; peak: the most so far, of each and of
-                 all together;
-                 limit: of all together; joules: so far, by `source`.
+        Args:    memory: bytes of each of account.CATEGORIES; peak: the maximum so far, of each and
+                 of the total; limit: of the total; joules: so far, by `source`.
         """
         self._write(
             _STATE_OF_STEP,
@@ -219,8 +216,8 @@ class FlightRecorder(Observer):
         group: int = 0,
         sequence: int = 0,
     ) -> int:
-        """A wait for these ranks has lasted `seconds` and goes on, in this call. Returns: its
-        number, for ended()."""
+        """Record that a wait for these ranks has lasted `seconds` and continues, in this call.
+        Returns: its number, for ended()."""
         number = self._write(
             _WAIT, _BEGUN, msgpack.packb([what[:60], list(world_ranks)[:20], group]), sequence
         )
@@ -228,10 +225,10 @@ class FlightRecorder(Observer):
         return number
 
     def end(self, why: str = "", where: str = "") -> None:
-        """The rank leaves the job: well, or because of an error ("ValueError: …"). The first such
-        record counts.
+        """Record that the rank leaves the job: well, or because of an error ("ValueError: …"). The
+        first such record counts.
 
-        Args:    where: the line of an error of the rank's own; "" of one that came from others.
+        Args:    where: the line of the rank's own error; "" for an error of other ranks.
         """
         if self._ring is not None:
             where = _shortened(where, TEXTS // 2)
@@ -270,9 +267,9 @@ class FlightRecorder(Observer):
     # ---------------------------------------------------------------------------------------- where
 
     def keep_in(self, path: str | Path, *, size: int = 0, link: str = "") -> None:
-        """Move the ring into a file. The file stays in its folder when this process is gone.
+        """Move the ring into a file, which remains in its folder after the end of this process.
 
-        Args:    size: ranks of the job; link: the link class between ranks of one host, as "shm".
+        Args:    size: ranks of the job; link: the link class between ranks of one host, e.g. "shm".
 
         Raises:  ConfigError if the file cannot be made, or its disk is full.
         """
@@ -302,12 +299,12 @@ class FlightRecorder(Observer):
         self._write_header()
 
     def entries(self) -> list[Entry]:
-        """The records, oldest first; the keys are those of `read_ring`."""
+        """Return the records, oldest first; the keys are those of `read_ring`."""
         return entries_of(bytes(self._open()))
 
     def dump(self, path: str | Path, *, member: bool = False) -> None:
-        """Write the ring as JSON; its keys: dumps.py. Args: member: as of files.whole. Raises:
-        OSError."""
+        """Write the ring as JSON; dumps.py describes its keys. Args: member: as for files.whole.
+        Raises: OSError."""
         write_dump(path, {**self._header(), "dumped": time.time()}, self.entries(), member=member)
 
     def _open(self) -> mmap.mmap:
@@ -334,16 +331,16 @@ class FlightRecorder(Observer):
         ring = self._open()
         header = self._header()
         packed = msgpack.packb(header)
-        # thousands of groups: their ranks are left out
+        # with thousands of groups, their ranks are left out
         if len(packed) > HEADER_BYTES - len(MAGIC) - 4:
             packed = msgpack.packb({**header, "groups": {}})
         ring[: len(MAGIC) + 4 + len(packed)] = MAGIC + len(packed).to_bytes(4, "little") + packed
 
 
 def _new_file(path: Path) -> tuple[int, Path]:
-    """A new private file beside `path`, of a name that nobody can know before.
+    """Return a new private file next to `path`, with a name that nobody can predict.
 
-    A rank that can keep no ring may remove the folder meanwhile; mkdir meets that, too.
+    Another rank that cannot keep its ring may remove the folder meanwhile; then mkdir is repeated.
     """
     for _ in range(FOLDER_TRIES):
         with suppress(FileNotFoundError, FileExistsError):
@@ -364,8 +361,8 @@ def _shortened(text: str, nbytes: int, *, keep_end: bool = True) -> str:
 
 @lru_cache(maxsize=1024)
 def _shortened_header(header: bytes) -> bytes:
-    """A call's header that does not fit into a slot: long names, many dims and the begin of `where`
-    are left out."""
+    """Return a shorter form of a call's header that does not fit into a slot: long names, many dims
+    and the beginning of `where` are left out."""
     group, verb, algorithm, op, root, dtype, shape, where = call_fields(header)
     fields = msgpack.packb(
         [group, verb[:24], algorithm[:24], op, root, dtype[:16], shape and shape[:4]]

@@ -1,12 +1,12 @@
-"""The bytes of a flight recorder's ring, and how they are read again.
+"""The bytes of a flight recorder's ring, and functions to read them.
 
-    header      HEADER_BYTES: MAGIC, their length (4 bytes), then msgpack of a dict
+    header      HEADER_BYTES: MAGIC, length (4 bytes), then msgpack of a dict
     slots       record n is in slot n % SLOTS, written by one call of SLOT.pack_into. Its texts are
                 msgpack of the fields FIELDS of its kind, shortened to fit; a call's are as in the
                 header of its messages
 
-A slot begins and ends with its record's number: in one that SIGKILL tore the two differ. A ring
-that is still written to is read twice: a record that was overwritten meanwhile has another number
+A slot begins and ends with its record's number: if SIGKILL interrupted the write, the two differ. A
+ring that is still written is read twice: a record that was overwritten meanwhile has another number
 the second time.
 """
 
@@ -24,7 +24,7 @@ from minidist.reading import Count, Finite, Rank, convert, converted
 RING_BYTES = 1 << 20
 HEADER_BYTES = 64 << 10
 SLOT_BYTES = 248
-TEXTS = 176  # bytes of a slot for what stays the same
+TEXTS = 176  # bytes of a slot for its texts
 SLOTS = (RING_BYTES - HEADER_BYTES) // SLOT_BYTES
 
 CALL, MESSAGE, STEP, WAIT, END, STATE_OF_STEP = KINDS = (
@@ -66,7 +66,7 @@ Groups = dict[int, tuple[str, list[Rank]]]
 
 
 class FlightHeader(msgspec.Struct):
-    """What the header of a ring, and of a dump, says."""
+    """The header of a ring, and of a dump."""
 
     rank: Rank
     pid: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
@@ -119,7 +119,7 @@ class _WaitRecord(_CommonRecord, tag=WAIT):
 
 
 class _StepRecord(_CommonRecord, tag=STEP):
-    """The program begins a step."""
+    """The start of a step of the program."""
 
 
 class _EndRecord(_CommonRecord, tag=END):
@@ -136,28 +136,27 @@ class _StateRecord(_CommonRecord, tag=STATE_OF_STEP):
 
 
 FlightRecord = _CallRecord | _MessageRecord | _WaitRecord | _StepRecord | _EndRecord | _StateRecord
-"""What a record of a ring, and of a dump, says."""
+"""A record of a ring, and of a dump."""
 
 
 def place(number: int) -> int:
-    """Where the slot of a record begins."""
+    """Return the offset of a record's slot."""
     return HEADER_BYTES + number % SLOTS * SLOT_BYTES
 
 
 def read_ring(path: str | Path, *, member: bool = False) -> tuple[dict[str, Any], list[Entry]]:
-    """What a rank has left in a file: (header, entries), entries oldest first.
+    """Return the content of a rank's ring file: (header, entries), entries oldest first.
 
     header   rank, pid, host, size of the world (0: unknown), link (the link class inside a host;
              "": unknown), kept (the time of day when it moved into its file), clock (seconds to add
              to an entry's times for the time of day), groups {id: [axis, world ranks]}
     entry    number, kind, state, step (None outside a step), made, begun, ended (seconds; 0.0: not
-             yet), and the FIELDS of its kind. Of a call, a message and a wait also sequence; of the
-             first two nbytes, messages and
-             stood: the last seconds before it ended in which the program did nothing but wait for
-             its end; their sum over a step is that of health/wait_state.spent_in_calls, which says
-             why there are two
-    Args:    member: of a folder that another user may have filled (files.open_regular).
-    Raises:  ConfigError if there is no such file, or it is no ring.
+             yet), and the FIELDS of its kind. A call, a message and a wait also have sequence; a
+             call and a message also nbytes, messages and stood: the last seconds before its end in
+             which the program only waited for this end. The sum over a step is that of
+             health/wait_state.spent_in_calls, whose docstring explains why there are two
+    Args:    member: as for files.open_regular: another user may have filled the folder.
+    Raises:  ConfigError if there is no such file, or it is not a ring.
     """
     ring, later = _read_twice(Path(path), member=member)
     header = header_of(ring)
@@ -175,7 +174,7 @@ def read_ring(path: str | Path, *, member: bool = False) -> tuple[dict[str, Any]
 
 
 def header_of(ring: bytes) -> dict[str, Any] | None:
-    """The header at a ring's begin; None if it is no ring's, or is being written."""
+    """Return the header at the start of a ring; None if it is not a ring, or is being written."""
     start = len(MAGIC) + 4
     length = int.from_bytes(ring[len(MAGIC) : start], "little")
     if ring[: len(MAGIC)] != MAGIC or length > HEADER_BYTES:
@@ -189,7 +188,7 @@ def header_of(ring: bytes) -> dict[str, Any] | None:
 
 
 def _read_twice(path: Path, *, member: bool) -> tuple[bytes, bytes]:
-    """The file, and again, with the same header both times; that changes only when the rank uses a
+    """Return two readings of the file with the same header, which changes only when the rank uses a
     new group."""
     try:
         ring = read_regular(path, most=RING_BYTES, member=member)
@@ -203,7 +202,7 @@ def _read_twice(path: Path, *, member: bool) -> tuple[bytes, bytes]:
 
 
 def newest_time(header: dict[str, Any], entries: list[Entry]) -> float:
-    """The time of day of a ring's newest word, in seconds; 0.0 if it has none."""
+    """Return the time of day of a ring's newest entry, in seconds; 0.0 if it has none."""
     return max(
         (max(entry["made"], entry["begun"], entry["ended"]) + header["clock"] for entry in entries),
         default=0.0,
@@ -211,7 +210,7 @@ def newest_time(header: dict[str, Any], entries: list[Entry]) -> float:
 
 
 def call_fields(texts: bytes) -> list[Any]:
-    """What a call's texts say, in the order of FIELDS. Raises: ValueError if they are torn."""
+    """Return a call's texts, in the order of FIELDS. Raises: ValueError if they are incomplete."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(texts)
     (group, verb, algorithm, op, root, dtype, shape), where = unpacker
@@ -219,7 +218,7 @@ def call_fields(texts: bytes) -> list[Any]:
 
 
 def entries_of(ring: bytes) -> list[Entry]:
-    """The records of a ring, oldest first."""
+    """Return the records of a ring, oldest first."""
     slots = range(HEADER_BYTES, HEADER_BYTES + SLOTS * SLOT_BYTES, SLOT_BYTES)
     return sorted(
         filter(None, (entry_at(ring, at) for at in slots)), key=lambda entry: entry["number"]
@@ -227,7 +226,7 @@ def entries_of(ring: bytes) -> list[Entry]:
 
 
 def entry_at(ring: bytes | memoryview, at: int) -> Entry | None:
-    """The record of the slot that begins at `at`; None for one that is empty, or torn."""
+    """Return the record of the slot at offset `at`; None if it is empty or incomplete."""
     number, state, kind, length, step, made, sequence, begun, ended, *counted, texts, last = (
         SLOT.unpack_from(ring, at)
     )
@@ -248,7 +247,7 @@ def entry_at(ring: bytes | memoryview, at: int) -> Entry | None:
             if KINDS[kind] == CALL
             else msgpack.unpackb(texts[:length] or NO_FIELDS)
         )
-    except (ValueError, TypeError):  # overwritten while it was read
+    except (ValueError, TypeError):  # overwritten during the reading
         return None
     if KINDS[kind] in (CALL, MESSAGE):
         entry |= dict(zip(("nbytes", "messages", "stood"), counted, strict=True))

@@ -1,2 +1,2 @@
-"""Nothing hangs: the monitor that every rank is connected to, watchdogs, deadlock detection,
-rendezvous."""
+"""Failure detection, so that no rank hangs: the monitor to which every rank is connected,
+watchdogs, deadlock detection, rendezvous."""

@@ -1,11 +1,12 @@
-"""A listening socket of the job: how to connect to the monitor's, and which connections are let in.
+"""A listening socket of the job: connecting to the monitor's, and deciding which connections to
+admit.
 
 A connection that does not pass the handshake (wire.py) within a few seconds, claims a rank that is
-taken, or names another job size is refused; the addresses of the first TOLD are logged. At most
-PENDING connections, or two for each rank that may come, are unproven at a time; the oldest is
-closed first, so many slow strangers cannot keep a rank out. A rank that is closed for others calls
-again. A rank that has proven itself is told so when nothing can close its connection for others any
-more.
+taken, or names another job size is refused; the first TOLD refusals are logged with the address. At
+most PENDING connections, or two for each rank that may connect, are unproven at a time; the oldest
+is closed first: many slow strangers cannot keep a rank out. A rank whose connection is closed
+for others calls again. A rank that has passed the handshake is notified of it only when its
+connection can no longer be closed for others.
 """
 
 import contextlib
@@ -24,32 +25,32 @@ from minidist.comm import wire
 from minidist.comm.health.process_state import this_system
 from minidist.errors import CommError, HandshakeError, LaunchError, PeerLostError, TimeoutError
 
-PENDING = 64  # connections that have not proven themselves yet
-QUEUE = 4096  # callers that the kernel keeps until they are accepted; a system may grant fewer
-# of accept: the system has no more
+PENDING = 64  # connections that have not passed the handshake yet
+QUEUE = 4096  # callers that the kernel keeps until they are accepted; a system may keep fewer
+# errors of accept: the system has no more
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-FILES = 8  # open files for each rank of the job: connection, shared memory, what it inherited
-# no patience helps: no route, no IPv6
+FILES = 8  # open files for each rank of the job: connection, shared memory, inherited files
+# errors that do not end by waiting: no route, no IPv6
 _NO_WAY = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 TOLD = 10  # refusals that are logged: strangers cannot fill a disk
-HANDSHAKE_LIMIT = 10.0  # seconds a connection gets for that
+HANDSHAKE_LIMIT = 10.0  # seconds that a connection has for the handshake
 SILENCE = 5.0  # seconds of silence after which a host is lost
-RESENT = 3  # times that a packet is sent again, unanswered, until its link counts as losing packets
+RESENT = 3  # number of unanswered resends after which a link counts as losing packets
 _INFO = struct.Struct("=xxBB52xI")
-"""Of the kernel's tcp_info: tcpi_retransmits and tcpi_probes, which go back to 0 at each
+"""Fields of the kernel's tcp_info: tcpi_retransmits and tcpi_probes, which return to 0 at each
 acknowledgement, and tcpi_last_ack_recv, the milliseconds since the last one."""
 
 log = logging.getLogger("minidist.comm")
 
 
 class Acceptor:
-    """A listening socket; each caller is answered in a thread of its own until it has proven
-    itself.
+    """A listening socket; each caller is answered in a thread of its own until it has passed the
+    handshake.
 
     Args: enter(sock, hello): seat a caller that knows the token; in the caller's thread.
-    HandshakeError refuses it.
-          size: ranks that may come. run(target, *args): start a thread. name: of the listener, for
-          the log. fail(error): this process has no file, memory or thread left for another caller,
+          HandshakeError refuses it.
+          size: ranks that may connect. run(target, *args): start a thread. name: of the listener,
+          for the log. fail(error): this process has no file, memory or thread for another caller,
           and no stranger to send away.
     """
 
@@ -73,15 +74,15 @@ class Acceptor:
         self._room = max(PENDING, 2 * size)
         self._refused = 0
         self.strangers: dict[socket.socket, None] = {}  # in order of arrival
-        self._proven: set[socket.socket] = set()  # those that are being seated
+        self._proven: set[socket.socket] = set()  # connections that are being seated
         self._lock = threading.Lock()
         self._closed = False
 
     def accept(self) -> None:
-        """A connection is waiting: accept it."""
+        """Accept a waiting connection."""
         try:
             sock, _ = self.listener.accept()
-        except OSError as error:  # gone again, or no file is left, or we are closing
+        except OSError as error:  # gone again, or no file is left, or this listener is closing
             if error.errno in EXHAUSTED and not self._send_one_away():
                 self._fail(error)
             time.sleep(0.01)
@@ -104,7 +105,7 @@ class Acceptor:
             self._fail(OSError(errno.EAGAIN, str(error)))
 
     def _send_one_away(self) -> bool:
-        """Hang up on the stranger that came first; whether there is one."""
+        """Close the connection of the oldest stranger; return whether there was one."""
         with self._lock:
             oldest = next(iter(self.strangers), None)
             if oldest is None:
@@ -114,7 +115,7 @@ class Acceptor:
             return True
 
     def close(self) -> None:
-        """Close the listener and every connection that has not come in."""
+        """Close the listener and every connection that has not been admitted."""
         with self._lock:
             self._closed = True
             for sock in (self.listener, *self.strangers, *self._proven):
@@ -145,8 +146,8 @@ class Acceptor:
                 self._proven.discard(sock)
 
     def _note_proven(self, sock: socket.socket) -> None:
-        """The caller is no stranger: others do not close its connection. PeerLostError if they
-        have."""
+        """Record that the caller is no stranger: its connection is not closed for others.
+        PeerLostError if it was."""
         with self._lock:
             if self._closed or sock not in self.strangers:
                 raise PeerLostError(f"{wire.address_of(sock)} was sent away, and may call again")
@@ -155,8 +156,8 @@ class Acceptor:
 
 
 def shortage(error: OSError, size: int) -> str:
-    """Return what a system has no more of, in words, and what to do where that is known; `size`:
-    ranks of the job."""
+    """Return which resource a system lacks, in words, and a remedy if one is known; `size`: ranks
+    of the job."""
     words = error.strerror or str(error)
     remedies = {
         errno.EMFILE: f"; let `ulimit -n` be {FILES * size}",
@@ -166,12 +167,12 @@ def shortage(error: OSError, size: int) -> str:
 
 
 def where_to_listen(host: str) -> str:
-    """Where `host`, this machine, listens for other machines: at an address as it stands, else at
-    all it has.
+    """Return the address at which `host`, this machine, listens for other machines: `host` if it is
+    an address, else "" (all addresses).
 
-    What a name means differs between machines: Debian's /etc/hosts has a machine's own name as
-    127.0.1.1, and the name may mean a network card that no other machine reaches. Every caller has
-    to know the job's token. `localhost` means this machine on every machine.
+    The meaning of a name differs between machines: Debian's /etc/hosts has a machine's own name as
+    127.0.1.1, and the name may mean a network card that no other machine reaches. Every caller must
+    know the job's token. `localhost` means this machine on every machine.
     """
     if host == "localhost":
         return host
@@ -183,7 +184,7 @@ def where_to_listen(host: str) -> str:
 
 
 def plain_address(text: str) -> str:
-    """Return the address or name of a host as it is without the brackets that a port's `:` needs:
+    """Return the address or name of a host without the brackets that a port's `:` needs:
     [fd00::1].
 
     Raises: LaunchError for a link-local address, which means another host on each network card.
@@ -198,15 +199,15 @@ def plain_address(text: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches itself there."""
+    """Return whether this address reaches only this machine itself."""
     return address.startswith("127.") or address == "::1"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listener at an address of this host, IPv4 or IPv6, or at all it has (""); port 0: a
-    free one.
+    """Return a listener at an address of this host, IPv4 or IPv6, or at all its addresses ("");
+    port 0: a free one.
 
-    Raises: LaunchError if the port is taken, or the address is none of this host's.
+    Raises: LaunchError if the port is taken, or the address does not belong to this host.
     """
     every = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
@@ -237,14 +238,13 @@ def connect_to_monitor(
     *,
     begun: bool = False,
 ) -> socket.socket:
-    """The caller's side: a connection to the monitor, tried again until it listens.
+    """Return a connection to the monitor, tried again until it listens.
 
-    Args:   hello: says what this process is to the job, beside its number and system. name: the
-            same, for messages.
+    Args:   hello: describes this process to the job, in addition to its number and system. name:
+            the same, for messages.
             begun: the monitor listened before this process began; if none is there, it is gone.
     Raises: HandshakeError if it refuses us; PeerLostError if it is gone; TimeoutError naming the
-    address after
-            `limit` seconds, or at once if this host has no way there.
+            address after `limit` seconds, or at once if this host has no route there.
     """
     deadline = time.monotonic() + limit
     who = {"pid": os.getpid(), "host": platform.node(), "system": this_system()}
@@ -289,10 +289,10 @@ def call(
     *,
     patient: bool = False,
 ) -> socket.socket:
-    """A connection that `dial()` makes and that has passed the handshake, in blocking mode.
+    """Return a connection made by `dial()` that has passed the handshake, in blocking mode.
 
-    It calls again while the listener's queue is full or the Acceptor has closed the connection to
-    make room for others. With `patient` it also calls again while the address has no listener yet.
+    It calls again while the listener's queue is full or the Acceptor has closed the connection in
+    favour of others. With `patient` it also calls again while the address has no listener yet.
     Raises: HandshakeError if it is refused, TimeoutError at the deadline, PeerLostError if the peer
     is gone.
     """
@@ -318,22 +318,21 @@ def call(
 
 
 def set_up(sock: socket.socket) -> None:
-    """Send at once, and end the connection SILENCE seconds after the other host fell silent.
+    """Send without delay, and end the connection SILENCE seconds after the other host became
+    silent.
 
     The kernels do it, whatever the processes do: while nothing is sent, each asks the other by
-    empty packets (keep-alive); what was sent has to be acknowledged in time (TCP_USER_TIMEOUT).
-    That also ends a connection whose other side reads nothing for so long: of control frames it
-    reads each.
+    empty packets (keep-alive); sent data must be acknowledged in time (TCP_USER_TIMEOUT). That also
+    ends a connection whose other side does not read for that time: it reads each control frame.
     """
     keep_alive(sock)
     _set_tcp(sock, "TCP_USER_TIMEOUT", int(1000 * SILENCE))
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """The same for a link that carries data, whose other side may let bytes lie as long as it
-    computes.
+    """Set up a link that carries data, whose other side may leave bytes unread while it computes.
 
-    The kernel asks only while everything is acknowledged; whoever waits asks is_silent(), too.
+    The kernel asks only while everything is acknowledged; a waiting rank checks is_silent(), too.
     """
     if sock.family == socket.AF_UNIX:
         return
@@ -345,15 +344,16 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def _set_tcp(sock: socket.socket, name: str, value: int) -> None:
-    """Set an option of TCP, where the system has it."""
+    """Set a TCP option, if the system has it."""
     if hasattr(socket, name):
         sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def unanswered(sock: socket.socket) -> tuple[int, float]:
-    """Return how often the kernel has asked or sent again without an answer, and since when, in s.
+    """Return the number of unanswered probes or resends of the kernel, and the seconds since the
+    last answer.
 
-    (0, 0.0) where the system does not say. A peer that reads nothing answers: its kernel does.
+    (0, 0.0) if the system does not say. A peer that does not read still answers: its kernel does.
     """
     if sock.family != socket.AF_UNIX and hasattr(socket, "TCP_INFO"):
         with contextlib.suppress(OSError):  # it is closed
@@ -364,13 +364,13 @@ def unanswered(sock: socket.socket) -> tuple[int, float]:
 
 
 def is_silent(sock: socket.socket) -> bool:
-    """Return whether nothing that left here was acknowledged for SILENCE s, though it was sent
-    again."""
+    """Return whether nothing sent on this socket was acknowledged for SILENCE s, although it was
+    sent again."""
     times, seconds = unanswered(sock)
     return times >= RESENT and seconds >= SILENCE
 
 
 def end_connection(sock: socket.socket) -> None:
-    """Wake the thread that reads or accepts on `sock`; it closes the socket."""
+    """Wake the thread that reads or accepts on `sock`; that thread closes the socket."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
-"""A rank that crashes after its goodbye, in an exit handler or in a library: no rank waits for it
-any more.
+"""Report a rank that crashes after its goodbye, in an exit handler or in a library: no rank waits
+for it any more.
 
-mpirun ends the job then, but does not say which rank it was. So the rank's connection to the
+mpirun then ends the job, but does not say which rank crashed. So the rank's connection to the
 monitor stays open until its process ends. Python's faulthandler, which may run inside a signal
 handler, writes into it:
 
@@ -23,19 +23,19 @@ from minidist.comm.health.failure import Failure
 from minidist.comm.health.seats import Seat
 
 _BEGIN = b"Fatal Python error: "
-_EXIT = "exit "  # and the status: said by tell_exit in the place of a signal
-_LIMIT = 1.0  # seconds from the first word to the last
+_EXIT = "exit "  # followed by the status: tell_exit sends it in place of a signal
+_LIMIT = 1.0  # seconds from the first byte to the last
 _MOST_BYTES = 1 << 16
 _SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
-"""The signals that faulthandler hears."""
+"""The signals that faulthandler handles."""
 
 
 _told_on: list[int] = []  # the descriptor that tell_crash has opened
 
 
 def tell_crash(sock: socket.socket) -> None:
-    """From now on this process tells of its crash on `sock`; the thread that reads there is woken,
-    and may close it."""
+    """Make this process report a crash on `sock`. The thread that reads there is woken, and may
+    close it."""
     with contextlib.suppress(OSError, ValueError):  # the monitor has hung up
         _told_on[:] = [os.dup(sock.fileno())]
         faulthandler.enable(_told_on[0], all_threads=False)
@@ -43,7 +43,7 @@ def tell_crash(sock: socket.socket) -> None:
 
 
 def tell_exit(status: int, frames: str) -> None:
-    """This process ends by os._exit(status), at `frames`; nothing is said before tell_crash."""
+    """Report that this process ends by os._exit(status), at `frames`; only after tell_crash."""
     # suppressed: the monitor has hung up; tell_crash was not called
     with contextlib.suppress(OSError, IndexError), socket.socket(fileno=_told_on.pop()) as sock:
         sock.sendall(_BEGIN + f"{_EXIT}{status}\n{frames}".encode(errors="replace"))
@@ -51,8 +51,8 @@ def tell_exit(status: int, frames: str) -> None:
 
 
 def crash_told(seat: Seat) -> Failure | None:
-    """The crash that a rank tells of; None, and nothing is read, if it said something else or has
-    ended."""
+    """Return the crash that a rank reports; None, with nothing read, if it sent something else or
+    has ended."""
     seat.sock.settimeout(_LIMIT)
     if seat.sock.recv(len(_BEGIN), socket.MSG_PEEK) != _BEGIN:
         return None
@@ -77,7 +77,7 @@ def crash_told(seat: Seat) -> Failure | None:
 
 
 def _signal(name: str) -> str:
-    """The name that the system's own words ("Floating-point exception") stand for."""
+    """Return the name of a signal, given the system's text for it ("Floating-point exception")."""
     plain = name.replace("-", " ").lower()
     return next(
         (one.name for one in _SIGNALS if (signal.strsignal(one) or "").lower() == plain), name

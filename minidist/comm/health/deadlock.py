@@ -1,5 +1,5 @@
-"""Which rank waits for which, and whether the waits can end: from every rank's lasting waits
-(wait_state.py).
+"""Deadlock detection: which rank waits for which, and whether the waits can end, from every rank's
+long waits (wait_state.py).
 
     rank 0   recv(src=2) at a.py:14      0 ---> 2
     rank 1   all_reduce  at a.py:20      1 ---> 0          0 waits for 2 at a.py:14, 2 waits for 0
@@ -8,12 +8,12 @@
 
 A wait is hopeless if some peer will never do what the wait needs: the peer has ended; or it is
 itself in a hopeless wait, in the call that matters; or every thread of its program is. A message in
-flight unblocks its receiver, and its sender if the receiver reads from it. All waits are taken for
-hopeless at first; then waits with hope are struck out until none is left to strike. What remains is
-the largest set of waits that only wait for each other, or for ranks that have ended.
+flight unblocks its receiver, and its sender if the receiver reads from it. All waits are assumed
+hopeless at first; then waits with hope are removed until none can be removed. The result is the
+largest set of waits that wait only for each other, or for ranks that have ended.
 
-Ranks that wait in the same call of the same group under different signatures disagree: that needs
-no other proof.
+Ranks that wait in the same call of the same group with different signatures disagree: that needs no
+other proof.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,18 +29,18 @@ LONG_PACKETS = (
     "and does not tell; as root, on each host: ip link set dev eth0 mtu 1200, or sysctl "
     "net.ipv4.tcp_mtu_probing=1"
 )
-"""What may be wrong where packets are never acknowledged."""
+"""The possible cause if packets are never acknowledged."""
 
 
 class WaitingRank(NamedTuple):
-    """A wait of a rank."""
+    """A rank and one of its waits."""
 
     rank: int
     wait: Wait
 
 
 class Verdict(NamedTuple):
-    """What is wrong: `ranks` are those that raise `error` ("MismatchError" or "DeadlockError")."""
+    """The error of a job: `ranks` raise `error` ("MismatchError" or "DeadlockError")."""
 
     error: str
     text: str
@@ -48,7 +48,8 @@ class Verdict(NamedTuple):
 
 
 def disagreement(states: States) -> Verdict | None:
-    """Two ranks in the same call of a group whose signatures differ."""
+    """Return the verdict on two ranks in the same call of a group with different signatures, or
+    None."""
     calls: dict[tuple[int, int], list[WaitingRank]] = {}
     for node in _nodes(states):
         if call := node.wait.collective:
@@ -61,11 +62,11 @@ def disagreement(states: States) -> Verdict | None:
 
 
 def hopeless(states: States, ended: States, *, strict: bool) -> list[WaitingRank]:
-    """The waits that nothing will end; empty if there is hope for all.
+    """Return the waits that nothing will end; empty if all have hope.
 
-    Args:    states: of the ranks that have not ended. ended: the last word of those that have.
-             strict: believe in nothing unsaid: a rank that is not settled, or a message in flight,
-             gives hope. Without it the answer is only a suspicion.
+    Args:    states: of the ranks that have not ended. ended: the last states of those that have.
+             strict: assume nothing that is not reported: a rank that is not settled, or a message
+             in flight, gives hope. Without it the answer is only a suspicion.
     """
     nodes = set(_nodes(states))
     while True:
@@ -82,8 +83,8 @@ def hopeless(states: States, ended: States, *, strict: bool) -> list[WaitingRank
 
 
 def verdict(nodes: list[WaitingRank], states: States, ended: States) -> Verdict:
-    """What to raise for hopeless waits: the cycle among them, or the rank that has gone, spelled
-    out."""
+    """Return the error to raise for hopeless waits, with the cycle among them, or the rank that has
+    ended, in words."""
     path, last = _path(nodes, states, ended)
     ranks = _concerned(nodes)
     if last is None:
@@ -112,7 +113,7 @@ def verdict(nodes: list[WaitingRank], states: States, ended: States) -> Verdict:
 
 
 def table(states: States, ended: States, size: int) -> str:
-    """What every rank does, a line each, and how late the ranks are that keep others waiting."""
+    """Return what every rank does, one line each, and how late ranks are that others wait for."""
     lines: list[str] = []
     late: dict[int, float] = {}
     for node in _nodes(states):
@@ -133,8 +134,8 @@ def table(states: States, ended: States, size: int) -> str:
 
 
 def _resent(states: States) -> list[str]:
-    """Between which ranks packets are lost on the way, though both tell how they are; what that may
-    be."""
+    """Return a line about ranks between which packets are lost although both report, and the
+    possible cause."""
     pairs = [
         f"{rank} to {peer}"
         for rank, state in sorted(states.items())
@@ -160,15 +161,15 @@ def _nodes(states: States) -> Iterator[WaitingRank]:
 
 
 def _concerned(nodes: list[WaitingRank]) -> list[int]:
-    """The ranks that wait in vain, or will: also the members of a hopeless collective that have yet
-    to enter it."""
+    """Return the ranks that wait in vain, or will: also members of a hopeless collective that have
+    not entered it yet."""
     members = {rank for node in nodes if node.wait.collective for rank in node.wait.members}
     return sorted(members.union(node.rank for node in nodes))
 
 
 def _peers(node: WaitingRank) -> tuple[int, ...]:
-    """The ranks that can keep it waiting: its own, where another thread carries out a call that was
-    started."""
+    """Return the ranks that can delay the wait: its own rank, if another thread carries out a
+    started call."""
     return node.wait.peers or ((node.rank,) if node.wait.collective else ())
 
 
@@ -180,7 +181,7 @@ def _hopeless_peer(
     nodes: set[WaitingRank],
     strict: bool,
 ) -> bool:
-    """Whether `peer` will never do what `node` waits for."""
+    """Return whether `peer` will never do what `node` waits for."""
     mine = states[node.rank]
     theirs = states.get(peer, ended.get(peer))
     if theirs is None:
@@ -195,16 +196,17 @@ def _hopeless_peer(
         and node.rank in theirs.reads
         and (mine.sent.get(peer, 0) != theirs.taken.get(node.rank, 0))
     ):
-        return False  # and is being taken
+        return False  # and is being received
     others = _waits_before(node, peer, theirs, strict)
     return bool(others) and nodes.issuperset(others)
 
 
 def _waits_before(node: WaitingRank, peer: int, state: State, strict: bool) -> list[WaitingRank]:
-    """The waits of `peer` that stand before what `node` waits for; empty where there may be none.
+    """Return the waits of `peer` that must end before it does what `node` waits for; empty if there
+    may be none.
 
-    The calls of a group are carried out one after the other: if `peer` is in one, no other thread
-    of it will help.
+    The calls of a group are carried out one after the other: if `peer` is in one, none of its other
+    threads can help.
     """
     if mine := node.wait.collective:
         same = [
@@ -214,9 +216,9 @@ def _waits_before(node: WaitingRank, peer: int, state: State, strict: bool) -> l
         ]
         if same:
             together = len(node.wait.peers) > 1 and _agree(node.wait, same[0].wait)
-            return [] if together else same  # it has come: another rank keeps us waiting
+            return [] if together else same  # it has entered: another rank delays us
         if peer == node.rank:
-            return []  # our own worker is at it
+            return []  # our own worker carries the call out
     if strict and not state.settled:
         return []
     return [WaitingRank(peer, wait) for wait in state.waits]
@@ -225,8 +227,8 @@ def _waits_before(node: WaitingRank, peer: int, state: State, strict: bool) -> l
 def _path(
     nodes: list[WaitingRank], states: States, ended: States
 ) -> tuple[list[WaitingRank], int | None]:
-    """A cycle of hopeless waits; or a chain of them, and the ended rank for which the last one
-    waits."""
+    """Return a cycle of hopeless waits and None; or a chain of them, and the ended rank for which
+    the last one waits."""
     path = [nodes[0]]
     among = set(nodes)
     while True:
@@ -278,8 +280,8 @@ def _mismatch(one: WaitingRank, other: WaitingRank, ranks: list[int]) -> Verdict
 
 
 def _lines(nodes: list[WaitingRank]) -> list[str]:
-    """ "  rank 1 calls all_reduce(...), its call 7, at train.py:40, and has waited 0.3 s for a
-    message from rank 0"."""
+    """Return lines such as "  rank 1 calls all_reduce(...), its call 7, at train.py:40, and has
+    waited 0.3 s for a message from rank 0"."""
     lines = []
     for rank, wait in nodes:
         call = "a transfer" if wait.call is None else wait.call.describe()

@@ -1,17 +1,17 @@
-"""The arbiter hears of every rank's lasting waits, and decides when they are a deadlock or a
+"""The arbiter: it receives every rank's long waits, and decides when they are a deadlock or a
 disagreement.
 
-    a rank      tells its state when a wait begins to last, and when it ends           heard(rank, state)
-    suspicion   by what was told, some waits only wait for each other; PAUSE, so that every rank has
-                told its waits
-    ask twice   every rank among them says its state; PAUSE; all of them once more     ask(ranks, round)
+    a rank      reports its state when a wait becomes long, and when it ends           heard(rank, state)
+    suspicion   by the reports, some waits wait only for each other; PAUSE, so that every rank has
+                reported its waits
+    ask twice   every rank among them reports its state; PAUSE; all of them again      ask(ranks, round)
     verdict     both times the same waits, the same counts of messages, and no hope    tell(verdict)
 
-Two rounds, the second begun after the first has ended, at whose ends no wait and no count has
-changed, show all ranks as they were at one moment in between: nothing is missed, and nothing in
-flight is taken for lost. A disagreement in a call needs no confirmation. Where waits are hopeless
-in both rounds but not the same, the second is the first of two again. A rank that has moved on
-meanwhile ends the suspicion; another begins with the next state told, or after RETRY.
+The second round begins after the first has ended. If no wait and no count differs between their
+answers, they show all ranks at one moment in between: nothing is missed, and no message in flight
+is taken for lost. A disagreement in a call needs no confirmation. If waits are hopeless in both
+rounds but not the same, the second round becomes the first of two again. If a rank has continued
+meanwhile, the suspicion ends; another begins with the next reported state, or after RETRY.
 """
 
 import time
@@ -22,17 +22,18 @@ from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.wait_state import State
 
 PAUSE = 0.03  # seconds before each of the two rounds
-RETRY = 0.5  # seconds after which a suspicion that was not confirmed is looked at again
-# seconds that a round may take: a rank that computes answers late, and then it does not wait
+RETRY = 0.5  # seconds after which an unconfirmed suspicion is checked again
+# maximum seconds of a round: a rank that computes answers late, and then it does not wait
 PATIENCE = 2.0
 
 
 class Arbiter:
-    """Belongs to one thread, which calls tick() at least every `due()` seconds.
+    """The state and rounds of the decision. It belongs to one thread, which calls tick() at least
+    every `due()` seconds.
 
-    Args: ask(ranks, round): have these ranks say their state, by heard(rank, state, round), now or
-    soon.
-          tell(verdict): have the ranks of the verdict raise it. Called once.
+    Args: ask(ranks, round): make these ranks report their state, by heard(rank, state, round), now
+          or soon.
+          tell(verdict): make the ranks of the verdict raise it. Called once.
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class Arbiter:
         self._round = 0
         self._asked: set[int] = set()
         self._answers: dict[int, State] = {}
-        self._before: dict[int, State] | None = None  # what the first round brought
-        self._next: float | None = None  # when to begin a round, or to give this one up
-        self._news = False  # whether a state was told since the first round began
+        self._before: dict[int, State] | None = None  # the answers of the first round
+        self._next: float | None = None  # when to begin a round, or to give up this round
+        self._news = False  # whether a state was reported since the first round began
 
     def heard(self, rank: int, state: State, number: int = 0) -> None:
-        """A rank's state: unasked (0), or in answer to round `number`. Ignored after the rank's
-        goodbye."""
+        """Take a rank's state: unasked (0), or as the answer to round `number`. Ignored after the
+        rank's goodbye."""
         if rank in self.ended:
             return
         self.states[rank] = state
@@ -65,7 +66,7 @@ class Arbiter:
             self._look()
 
     def left(self, rank: int, state: State) -> None:
-        """A rank has ended well, and said this at last."""
+        """Note that a rank has ended well, with its last state."""
         self.states.pop(rank, None)
         self.ended[rank] = state
         if rank in self._asked or rank in (self._before or ()):  # it will not answer
@@ -74,7 +75,8 @@ class Arbiter:
         self._look()
 
     def decide(self, found: Verdict) -> None:
-        """Tell the verdict, if it is the first: found here, or by a rank in a message's header."""
+        """Pass on the verdict, if it is the first: found here, or by a rank in a message's
+        header."""
         if not self.told:
             self.told = True
             self._asked = set()
@@ -83,12 +85,12 @@ class Arbiter:
             self._tell(found)
 
     def due(self) -> float | None:
-        """Seconds until tick() has something to do; None if nothing is to be done before the next
-        state is heard."""
+        """Return the seconds until tick() has something to do; None if nothing is due before the
+        next state."""
         return None if self._next is None else max(0.0, self._next - time.monotonic())
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Do the work that is due."""
         if self._next is None or time.monotonic() < self._next:
             return
         if self._asked:  # a rank has not answered
@@ -102,7 +104,7 @@ class Arbiter:
             self._next = None
 
     def _look(self) -> None:
-        """Whether what was told gives reason to ask."""
+        """Decide a disagreement, or plan a round if the reported states are suspicious."""
         if self.told:
             return
         found = deadlock.disagreement(self.states)
@@ -116,7 +118,7 @@ class Arbiter:
         return {node.rank for node in deadlock.hopeless(self.states, self.ended, strict=False)}
 
     def _begin(self, ranks: Iterable[int]) -> None:
-        """Ask every rank that is, or was, part of the suspicion."""
+        """Begin a round: ask every rank that is, or was, part of the suspicion."""
         self._round += 1
         self._asked = set(ranks)
         self._answers = {}
@@ -124,7 +126,7 @@ class Arbiter:
         self._ask(sorted(self._asked), self._round)
 
     def _judge(self) -> None:
-        """A round is complete."""
+        """Judge a complete round."""
         answers = self._answers
         before = self._before
         self._asked = set()

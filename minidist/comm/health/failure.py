@@ -1,5 +1,5 @@
-"""Why a job fails: the first rank that did not end well, and how it went; or its launcher was told
-to stop."""
+"""The reason why a job fails: the first rank that did not end well and how it ended, or a signal to
+its launcher."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from minidist.errors import CommError, ConfigError, LinkLostError, PeerLostError
 from minidist.reading import visible
 
 LAUNCHER = -1
-"""In place of a world rank: the launcher, which was told to stop. It reports that itself."""
+"""In place of a world rank: the launcher, if it got a signal to stop. It reports that itself."""
 
 MONITOR = -2
 """In place of a world rank: the process of the job's monitor."""
@@ -26,21 +26,21 @@ ENDING = 30
 it by SIGALRM."""
 
 AGAIN = 75
-"""The exit status of a rank that was told to stop and has saved its work: try again (EX_TEMPFAIL of
-sysexits.h)."""
+"""The exit status of a rank that got a signal to stop and has saved its work: try again
+(EX_TEMPFAIL of sysexits.h)."""
 
-_TRACEBACK_CHARS = 4000  # the tail of a traceback names the line
+_TRACEBACK_CHARS = 4000  # the last characters of a traceback name the line
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a job fails: the first rank that did not end well, or the LAUNCHER, or the MONITOR.
+    """The reason why a job fails: the first rank that did not end well, or the LAUNCHER, or the
+    MONITOR.
 
     `traceback` is empty if the rank could not report it. `status` is the exit status of the whole
     job: 2 for bad input, 130 for an interrupt, the argument of sys.exit, else 1; 128 + the signal's
-    number if the launcher was told to stop. `link`: its process runs, as far as is known; the link
-    between it and the monitor is lost.
-    It is never 0: what says so is no Failure (ValueError).
+    number if the launcher got a signal to stop. It is never 0 (ValueError). `link`: the rank's
+    process runs, as far as is known; the link between it and the monitor is lost.
     """
 
     world_rank: int
@@ -61,12 +61,12 @@ class Failure:
     def here(
         cls, world_rank: int, how: str, traceback: str = "", status: int = 1, *, link: bool = False
     ) -> "Failure":
-        """A failure of this process."""
+        """Return a failure of this process."""
         return cls(world_rank, os.getpid(), platform.node(), how, traceback, status, link)
 
     @classmethod
     def by_exception(cls, error: BaseException, world_rank: int) -> "Failure":
-        """This process fails with `error`."""
+        """Return the failure of this process by `error`."""
         if isinstance(error, SystemExit):
             shown = error.code if isinstance(error.code, int) else 1
             return cls.here(
@@ -85,7 +85,7 @@ class Failure:
 
     @classmethod
     def by_signal(cls, number: int) -> "Failure":
-        """This process, the launcher, was sent a signal."""
+        """Return the failure of this process, the launcher, by a signal."""
         return cls.here(
             LAUNCHER, f"was told to stop by {signal.Signals(number).name}", status=128 + number
         )
@@ -97,14 +97,14 @@ class Failure:
         return f"{name}{where} {self.how}"
 
     def error(self) -> PeerLostError:
-        """What the other ranks raise: first a line that names the rank and its end, then the tail
-        of its traceback."""
+        """Return the error that the other ranks raise: first a line with the rank and its end, then
+        the last lines of its traceback."""
         tail = "".join(f"\n    {line}" for line in self.traceback.splitlines()[-12:])
         return (LinkLostError if self.link else PeerLostError)(f"{self}{tail}", self.world_rank)
 
 
 def words(error: BaseException) -> str:
-    """str(error), printable; also of an exception whose own str() raises."""
+    """Return str(error), printable; also for an exception whose own str() raises."""
     try:
         return escape_surrogates(str(error))
     except Exception as problem:
@@ -112,28 +112,28 @@ def words(error: BaseException) -> str:
 
 
 def ending(error: BaseException) -> tuple[str, str]:
-    """How a rank ends, for its flight recorder: (error, its line; "" if it came from others or has
-    none)."""
+    """Return how a rank ends, for its flight recorder: (error, its line; "" for an error of other
+    ranks or without a line)."""
     own = error.__traceback__ is not None and not isinstance(error, CommError)
     return f"{type(error).__name__}: {words(error)}", raised_at(error) if own else ""
 
 
 def within(cause: Failure, error: BaseException) -> str:
-    """The cause, after the name that the error has for it: "parameter server 0 of 1 is lost: rank 3
+    """Return the cause, after the error's own name for it: "parameter server 0 of 1 is lost: rank 3
     …"."""
     before, found, _ = words(error).partition(str(cause))
     return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"
 
 
 def escape_surrogates(text: str) -> str:
-    """`text` with what is not Unicode escaped: file names hold lone surrogates, and no such string
-    is sent."""
+    """Return `text` with escapes for invalid Unicode: file names may contain lone surrogates, which
+    cannot be sent."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def begin_with_rank(error: BaseException, world_rank: int) -> bool:
-    """Have the message begin with its rank, "rank 3: …", unless it does; False if no first argument
-    is the message."""
+    """Make the message begin with its rank, "rank 3: …", unless it does; return False if the
+    message is not the first argument."""
     if not (
         error.args
         and isinstance(error.args[0], str)
@@ -146,12 +146,11 @@ def begin_with_rank(error: BaseException, world_rank: int) -> bool:
 
 
 def say_line(line: str) -> None:
-    """Write to stderr in one write, so that lines of several processes stay apart. No stderr is no
-    error.
+    """Write a line to stderr in one write, so that lines of several processes do not mix. A missing
+    stderr is no error.
 
-    What a name in a line has of control characters is escaped.
-
-    Where PYTHONUNBUFFERED is set, print() makes two writes.
+    Control characters are escaped: the line may contain names. Not print(): with PYTHONUNBUFFERED
+    it makes two writes.
     """
     if sys.stderr is not None:  # None where it was closed when Python started
         with contextlib.suppress(OSError, ValueError):
@@ -160,15 +159,15 @@ def say_line(line: str) -> None:
 
 
 def exit_status(code: object) -> int:
-    """The exit status that SystemExit(code) asks for. The system keeps 8 bits: 256 is 1 here, not
-    its 0."""
+    """Return the exit status for SystemExit(code). The system keeps 8 bits; a multiple of 256
+    becomes 1 here instead of 0."""
     if not isinstance(code, int):
         return int(code is not None)
     return code & 0xFF or int(code != 0)
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words; negative is a signal's number, as subprocess has it."""
+    """Return an exit code in words; a negative code is a signal's number, as in subprocess."""
     if code >= 0:
         return f"exited with status {code} without goodbye"
     known = {number.value: number.name for number in signal.Signals}
@@ -177,5 +176,5 @@ def how_it_ended(code: int) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 1, 2"."""
+    """Return "rank 3", or "ranks 1, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,7 +1,7 @@
-"""SIGUSR2 writes the flight recorders of this process as JSON, and says where.
+"""SIGUSR2 writes the flight recorders of this process as JSON, and prints their paths.
 
-A ring that is a file (00003.ring) gets its dump beside it (00003.json); any other a file of its own
-in the temporary folder. A program that handles SIGUSR2 itself keeps its handler.
+If a ring is in a file (00003.ring), its dump is next to it (00003.json); else the dump is a new
+file in the temporary folder. A program that handles SIGUSR2 itself keeps its handler.
 """
 
 import os
@@ -15,8 +15,8 @@ from minidist.comm.health.failure import say_line
 
 
 def hear_dump_signal() -> None:
-    """From now on SIGUSR2 dumps. In the main thread alone, which alone may; elsewhere it changes
-    nothing."""
+    """Install the handler by which SIGUSR2 dumps. Only the main thread can; elsewhere nothing
+    changes."""
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
@@ -26,7 +26,7 @@ def hear_dump_signal() -> None:
 
 def _dump_all(number: int, frame: FrameType | None) -> None:
     for recorder in sorted(recorders, key=lambda recorder: recorder.world_rank):
-        if recorder.pid == os.getpid():  # not its parent's, where this process was forked
+        if recorder.pid == os.getpid():  # not the parent's, if this process was forked
             try:
                 say_line(
                     f"minidist: rank {recorder.world_rank} wrote its flight recorder to "

@@ -1,34 +1,34 @@
-"""The monitor: one connection from every rank, so that what happens to one is known to all within
-milliseconds.
+"""The monitor: one connection from every rank, so that all ranks learn of an event at one rank
+within milliseconds.
 
-Without it, a rank that has no connection to a dead rank would wait for ever. It is a thread of our
-launcher, or a child process of rank 0, which watches it, where another launcher started the ranks
+Without it, a rank that has no connection to a dead rank would wait forever. It is a thread of our
+launcher; if another launcher started the ranks, it is a child process of rank 0
 (monitor_process.py). It moves no data.
 
     rank -> monitor                                  monitor -> rank
     meet     info                                    met      [info of rank 0, info of rank 1, ...]
-    missing  (asks which ranks have not come yet)      missing  [ranks that have not come]
-    left     (asks which ranks have said goodbye)      left     [ranks that have]
+    missing  (asks which ranks are not yet there)    missing  [ranks that are not yet there]
+    left     (asks which ranks have said goodbye)    left     [ranks that have]
     failed   loss, blames                            noted    whether this was the job's first
                                                               failure
-    cut      rank (the link to it swallows packets)    (verdict, to both, unless that rank is lost)
-    expendable  (let the job go on without me)       died     loss of a rank that was expendable
-    saves    (I end by myself at a SIGTERM)          saves    ranks that do: to node agents
-    waits    round (0: unasked), state               ask      round: say what you wait for
-    table    own state                               table    what all ranks wait for, in words
-    mismatch text, ranks of the group                verdict  error, text: raise that
-    goodbye  state, together                         over     every rank has said goodbye: to those
-                                                     that stay together
+    cut      rank (the link to it loses packets)     (verdict, to both, unless that rank is lost)
+    expendable  (the job may continue without me)    died     loss of a rank that was expendable
+    saves    (I end on my own at a SIGTERM)          saves    ranks that do: to node agents
+    waits    round (0: unasked), state               ask      round: report your waits
+    table    own state                               table    all ranks' waits, in words
+    mismatch text, ranks of the group                verdict  error, text: raise it
+    goodbye  state, together                         over     every rank has said goodbye: to ranks
+                                                              that stay together
                                                      lost     loss        (rank, process id, host, how, traceback)
 
-A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process
-is stopped, and a host that is silent (watchdog.py). The first loss is the job's; it goes to every
-other rank, also to those that connect later. The acceptor (acceptor.py) lets ranks in, to their
+A connection that ends without goodbye, or a reported failure, is a loss; so is a rank whose process
+is stopped, and a host that is silent (watchdog.py). The first loss is the job's; it is sent to
+every other rank, also to ranks that connect later. The acceptor (acceptor.py) admits ranks to their
 seats (seats.py).
 
-Under mpirun a rank that is done stays until all are (`together`), because MPI_Finalize waits for
-all: meanwhile its loss is heard, and it hears of one. Processes are looked at until they have
-ended, also after the goodbye.
+Under mpirun a finished rank stays until all have finished (`together`), because MPI_Finalize waits
+for all: meanwhile its loss is detected, and it is notified of others. Processes are watched until
+they have ended, also after the goodbye.
 """
 
 import contextlib
@@ -53,23 +53,23 @@ from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
 
 FRAME_LIMIT = 5.0  # seconds from a frame's first byte to its last
-BLAME_WAIT = 0.5  # seconds the monitor waits to learn itself of a rank that another reports as lost
-# the same of a rank to which another cannot send: its whole host may be out of reach
+BLAME_WAIT = 0.5  # seconds to wait for the own report of a rank that another reports as lost
+# the same for a rank to which another cannot send: its whole host may be out of reach
 CUT_WAIT = 2.0
 
 
 class Monitor(Seats):
-    """Watches over the ranks of one job.
+    """The monitor of the ranks of one job.
 
     Args:
         size: ranks of the job.                 token: the job's secret.
-        listener: where ranks connect (acceptor.listen); left out: at a free port of this host.
-        `address` says which.
-        how: what the launcher knows of a rank's end on this system (`how(seat) -> "was killed by
+        listener: where ranks connect (acceptor.listen); default: at a free port of this host, given
+        by `address`.
+        how: the launcher's knowledge of a rank's end on this system (`how(seat) -> "was killed by
         SIGKILL"`), or None.
         patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost.
     Attributes:
-        together: whether ranks that are done stay until all are.
+        together: whether finished ranks stay until all have finished.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class Monitor(Seats):
             "minidist monitor",
             fail=self._cannot_accept,
         )
-        self._brought: dict[int, Any] = {}  # to the present meeting, by world rank
+        self._brought: dict[int, Any] = {}  # to the current meeting, by world rank
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
-        # those that had not ended when the last one started
+        # threads that had not ended when the last one started
         self._threads: set[threading.Thread] = set()
         self._closed = self.together = False
         self._watchdog = Watchdog(
@@ -110,8 +110,8 @@ class Monitor(Seats):
         )
 
     def start(self) -> None:
-        """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues
-        connections."""
+        """Begin to accept ranks. Before this call no thread runs, so the caller may fork; the
+        kernel queues connections."""
         self.listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.listener, selectors.EVENT_READ)
@@ -133,7 +133,7 @@ class Monitor(Seats):
         self.listener.close()
 
     def lose(self, loss: Failure) -> bool:
-        """Note a loss and tell every rank that is still there; returns whether it was news."""
+        """Record a loss and notify every remaining rank; return whether it was new."""
         with self._changed:
             seat = self._seats.get(loss.world_rank)
             expendable = seat is not None and seat.expendable
@@ -150,7 +150,8 @@ class Monitor(Seats):
         return True
 
     def miss(self, loss: Failure) -> None:
-        """A rank will not come, as its launcher knows: it is lost once another waits for it."""
+        """Record that a rank will not connect, as its launcher knows: it is lost once another rank
+        waits for it."""
         with self._changed:
             if loss.world_rank in self._seats:
                 return
@@ -165,13 +166,13 @@ class Monitor(Seats):
             self.lose(found)
 
     def table(self) -> str:
-        """What every rank waits for, a line each; those that do not wait get a moment to say what
-        they do."""
+        """Return what every rank waits for, one line each; ranks without a wait have a moment to
+        report what they do."""
         return self._watchdog.table()
 
     def running(self) -> list[int]:
-        """The ranks whose process has not ended, on this system and where a node agent looks, also
-        after goodbye."""
+        """Return the ranks whose process has not ended, on this system and where a node agent
+        watches, also after goodbye."""
         agents = self._watchdog.agents()
         return [
             rank
@@ -184,8 +185,8 @@ class Monitor(Seats):
         ]
 
     def in_user_code(self, ranks: list[int]) -> list[int]:
-        """Those of `ranks` on this system whose Python has not ended, so that they cannot be in
-        MPI_Finalize."""
+        """Return those of `ranks` on this system whose Python has not ended, so that they cannot be
+        in MPI_Finalize."""
         return [
             rank
             for rank, seat in sorted(self.staying().items())
@@ -193,7 +194,7 @@ class Monitor(Seats):
         ]
 
     def wait_until_ended(self, limit: float) -> list[int]:
-        """Wait until no rank is running, or one is lost; those still there after `limit` s."""
+        """Wait until no rank is running, or one is lost; return those that run after `limit` s."""
         deadline = time.monotonic() + limit
         while ranks := self.running():
             if time.monotonic() > deadline or self.loss is not None:
@@ -202,8 +203,8 @@ class Monitor(Seats):
         return []
 
     def release_agents(self) -> None:
-        """Every rank has said goodbye: those that wait for their node agents need not wait for the
-        processes' ends."""
+        """Notify the node agents that every rank has said goodbye, so that their parents need not
+        wait for the processes' ends."""
         self._watchdog.release_agents()
 
     def _tell_savers(self) -> None:
@@ -212,15 +213,15 @@ class Monitor(Seats):
                 agent.send("saves", ranks=sorted(savers))
 
     def _run(self, target: Callable[..., None], *args: Any) -> None:
-        """In a thread that close() will join."""
+        """Run `target` in a thread that close() joins."""
         thread = threading.Thread(target=target, args=args, name="minidist monitor", daemon=True)
         with self._changed:
             thread.start()
             self._threads = {thread, *(other for other in self._threads if other.is_alive())}
 
     def _hear_all(self) -> None:
-        """One thread hears every rank: what happens at two of them is seen in the order in which it
-        happened."""
+        """Read from every rank, in one thread: so events at two ranks are seen in the order in
+        which they happened."""
         with self._selector:
             while not self._closed:
                 for key, _ in self._selector.select(self._watchdog.due()):
@@ -231,7 +232,7 @@ class Monitor(Seats):
                 self._watchdog.tick()
 
     def _admit(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        """After the handshake: give a rank that fits the job its seat, or a node agent its own."""
+        """Give a rank that fits the job its seat, or a node agent its own, after the handshake."""
         set_up(sock)
         peer = wire.address_of(sock)
         match hello:
@@ -260,7 +261,7 @@ class Monitor(Seats):
                     f"{peer} was refused: it belongs to this job but is no rank: {sorted(hello)}"
                 )
         reason = None
-        with seat.sending, self._changed:  # a loss told meanwhile comes after the welcome
+        with seat.sending, self._changed:  # a loss sent meanwhile arrives after the welcome
             if size != self.size:
                 reason = f"this job has {self.size} ranks, it says {size}"
             elif not 0 <= rank < self.size:
@@ -272,7 +273,7 @@ class Monitor(Seats):
                 )
             else:
                 self._seats[rank] = seat
-            # that a rank is gone already is found as it is heard
+            # if the rank is gone already, reading from it shows that
             with contextlib.suppress(CommError, OSError):
                 wire.send_frame(
                     sock,
@@ -285,7 +286,7 @@ class Monitor(Seats):
         self._hear_from(seat)
 
     def _cannot_accept(self, error: OSError) -> None:
-        """Ranks call, and this process has nothing left to take them with."""
+        """End the job: ranks call, and this process has no resources to accept them."""
         self.lose(
             Failure.here(
                 MONITOR, f"cannot take the connection of another rank: {shortage(error, self.size)}"
@@ -293,7 +294,7 @@ class Monitor(Seats):
         )
 
     def _hear_from(self, seat: Seat) -> None:
-        """From now on; and tell it of a loss that came before."""
+        """Read from this seat from now on; send it the loss if there was one before."""
         if self.loss is not None:
             seat.send("lost", loss=dataclasses.asdict(self.loss))
         with self._changed:
@@ -319,8 +320,8 @@ class Monitor(Seats):
                 self._deaths.put((seat, error))
 
     def _record_deaths(self) -> None:
-        """In a thread of its own, since it may take a moment: find out how ranks ended whose
-        connections have ended."""
+        """Find out how ranks ended whose connections have ended (body of a thread, since it may
+        take a moment)."""
         while (death := self._deaths.get()) is not None:
             seat, error = death
             if self.loss is None:
@@ -399,7 +400,7 @@ class Monitor(Seats):
                 raise CommError(f"unknown frame {kind!r}")
 
     def _part(self, seat: Seat, *, together: bool) -> None:
-        """A rank has said goodbye.
+        """Record the goodbye of a rank.
 
         Ranks that stay together leave when all have said goodbye: each is sent "over". After a loss
         none is sent.
@@ -422,8 +423,7 @@ class Monitor(Seats):
             one.send("over", value=True)
 
     def _judge_link(self, seat: Seat, rank: int) -> None:
-        """The link between two ranks swallows packets: both raise that, unless one of them is
-        lost."""
+        """Make both ranks of a link that loses packets raise that, unless one of them is lost."""
         with self._changed:
             gone = self._changed.wait_for(
                 lambda: self.loss is not None or not {rank, seat.world_rank} <= {*self.present()},
@@ -448,8 +448,8 @@ class Monitor(Seats):
             )
 
     def _fail_late(self, seat: Seat, loss: Failure) -> None:
-        """A rank fails because it lost a peer. That peer's own failure is the cause, so wait
-        BLAME_WAIT s for it."""
+        """Record the failure of a rank that lost a peer. That peer's own failure is the cause, so
+        wait BLAME_WAIT s for it."""
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
         seat.send("noted", value=self.lose(loss))

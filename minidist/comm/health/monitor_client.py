@@ -1,15 +1,14 @@
-"""A rank's end of the control connection: it meets the others, hears which rank died, and says how
-this rank ends.
+"""A rank's end of the control connection: it synchronizes with the other ranks, receives news of
+lost ranks, and reports how this rank ends.
 
     link = MonitorClient(address, token, world_rank, world_size)
-    infos = link.meet({"port": 4711})         # all-gather through the monitor: how ranks tell each
-                                              other where they are
+    infos = link.meet({"port": 4711})   # all-gather through the monitor: ranks exchange addresses
     link.attach(transport.waits, transport.abort, transport.lose)   # from now on a death or a
-                                                                    deadlock ends its waits
-    link.goodbye()                            # or link.report(exception)
+                                                                    # deadlock ends its waits
+    link.goodbye()                      # or link.report(exception)
 
-The monitor is the other end (monitor.py). A daemon thread listens; the transport's own threads
-never do.
+The monitor is the other end (monitor.py). A daemon thread reads from it; the transport's own
+threads never do.
 """
 
 import contextlib
@@ -31,19 +30,19 @@ from minidist.comm.health.failure import Failure, listed, say_line
 from minidist.comm.health.wait_state import State, WaitListener, Waits
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
-GRACE = 5.0  # seconds a rank gets to end after the job has failed
-CONNECT_LIMIT = 60.0  # seconds until a connection must stand, or all ranks have met
-ANSWER_LIMIT = 5.0  # seconds the monitor gets to answer a question
+GRACE = 5.0  # seconds that a rank has to end after the job has failed
+CONNECT_LIMIT = 60.0  # seconds until a connection must exist, or all ranks must have met
+ANSWER_LIMIT = 5.0  # seconds for the monitor's answer to a question
 
 
 class MonitorClient(WaitListener):
-    """One rank's connection to the job's monitor.
+    """A rank's connection to the job's monitor.
 
-    Attributes: limit        seconds that a meeting may last
-                grace        seconds that this process gets to end after a failure
+    Attributes: limit        maximum seconds of a meeting
+                grace        seconds that this process has to end after a failure
                 address      the monitor's
-                local_host   this host's address, on the way to the monitor; peers reach this rank
-                             there too
+                local_host   this host's address on the connection to the monitor; peers reach this
+                             rank there too
                 beside_monitor  whether the monitor is on this host
                 loss         the Failure that ended the job, or None
     """
@@ -61,8 +60,8 @@ class MonitorClient(WaitListener):
     ) -> None:
         """Connect, trying again until the monitor listens.
 
-        Args:   limit: seconds until the connection must stand, and that a meeting may last.
-                grace: seconds that this process gets to end after a failure.
+        Args:   limit: seconds until the connection must exist, and maximum seconds of a meeting.
+                grace: seconds that this process has to end after a failure.
                 begun: the monitor listened before this process began; if none is there, it is gone.
         Raises: HandshakeError if the monitor refuses us; PeerLostError if it is gone; TimeoutError
                 naming the address after `limit` seconds.
@@ -80,10 +79,10 @@ class MonitorClient(WaitListener):
         self.grace = grace
         self._sending = threading.Lock()
         self._telling = threading.Lock()
-        self._asking = threading.Lock()  # one thread at a time: an answer is for whoever asks
+        self._asking = threading.Lock()  # one thread at a time: answers do not name their question
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
-        self._waits: Waits | None = None  # of the transport, once there is one; then also:
+        self._waits: Waits | None = None  # of the transport, once it exists; then also:
         self._abort: Callable[[CommError], None] = lambda error: None
         self._lose: Callable[[PeerLostError], None] = lambda error: None
         self._answers: dict[str, Any] = {}  # of the monitor, by kind
@@ -93,11 +92,12 @@ class MonitorClient(WaitListener):
         self._listener.start()
 
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
-        """All-gather of small dicts, in world rank order. Every rank calls it equally often.
+        """All-gather small dicts, in world rank order. Every rank calls it the same number of
+        times.
 
-        Cost:    2 control frames a rank: its dict to the monitor, P dicts back. For start-up, not
+        Cost:    2 control frames per rank: its dict to the monitor, P dicts back. For start-up, not
                  for data.
-        Raises:  TimeoutError naming the ranks that did not come; PeerLostError if one was lost.
+        Raises:  TimeoutError naming the ranks that did not call; PeerLostError if one was lost.
         """
         self._send({"kind": "meet", "info": info})
         infos = self._answer("met", self.limit)
@@ -117,7 +117,7 @@ class MonitorClient(WaitListener):
 
     def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:
         """Call `callback(error)` when the job fails elsewhere, in the listener's thread; at once if
-        it has already."""
+        it has already failed."""
         with self._changed:
             self._callbacks.append(callback)
             loss = self.loss
@@ -130,8 +130,8 @@ class MonitorClient(WaitListener):
         abort: Callable[[CommError], None],
         lose: Callable[[PeerLostError], None],
     ) -> None:
-        """Tell the monitor of a transport's lasting waits, and abort the transport by what the
-        monitor tells."""
+        """Report a transport's long waits to the monitor, and abort the transport by errors from
+        the monitor."""
         self._waits = waits
         self._abort = abort
         self._lose = lose
@@ -139,31 +139,30 @@ class MonitorClient(WaitListener):
         self.on_loss(abort)
 
     def has_left(self, world_rank: int) -> bool:
-        """Whether that rank has said goodbye to the monitor: a rank does so before it ends its
-        other connections."""
+        """Return whether that rank has said goodbye to the monitor: a rank does so before it ends
+        its other connections."""
         with self._asking, contextlib.suppress(CommError, OSError):
             self._send({"kind": "left"})
             return world_rank in (self._answer("left", ANSWER_LIMIT) or ())
         return False
 
     def wait_for_loss(self, limit: float) -> Failure | None:
-        """The loss that ended the job, if the monitor tells within `limit` s.
+        """Return the loss that ended the job, if the monitor reports it within `limit` s.
 
-        A peer's data connection may break a moment before the monitor says why; a rank that is
-        about to report a lost peer asks here first.
+        A peer's data connection may break a moment before the monitor gives the reason; a rank that
+        is about to report a lost peer asks here first.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None or self._closed, limit)
             return self.loss
 
     def report(self, error: BaseException) -> bool:
-        """Tell the job that this rank fails; the others stop. From now on this process has `grace`
+        """Report to the job that this rank fails; the others stop. This process then has `grace`
         seconds to end.
 
-        Returns: whether this was the job's first failure, as the monitor says. Where it does not
-        answer: yes, unless
-                 another is known, or the input was bad, which all ranks may have found: then only
-                 rank 0's is first.
+        Returns: whether this was the job's first failure, as the monitor says. If it does not
+                 answer: True, unless another failure is known, or the input was bad, which all
+                 ranks may have found: then only rank 0's is first.
         """
         self._expect_end(f"its own {type(error).__name__}")
         loss = Failure.by_exception(error, self.world_rank)
@@ -175,37 +174,37 @@ class MonitorClient(WaitListener):
         return self.world_rank == 0 or not isinstance(error, ConfigError)
 
     def report_failure(self, loss: Failure, blames: int | None = None) -> Any:
-        """Send this rank's `loss`; whether it was the job's first, or None where the monitor does
-        not answer."""
+        """Send this rank's `loss`; return whether it was the job's first, or None if the monitor
+        does not answer."""
         try:
             self._send({"kind": "failed", "loss": dataclasses.asdict(loss), "blames": blames})
             self._leaving = True  # the monitor may hang up once all others have stopped
             return self._answer("noted", ANSWER_LIMIT, despite_loss=True)
         except CommError:
-            self._listener.join(ANSWER_LIMIT)  # it hears what the monitor said before it hung up
+            self._listener.join(ANSWER_LIMIT)  # it reads what the monitor sent before it closed
             return None
 
     def lose_with(self, loss: Failure) -> None:
-        """Tell the job, and have this rank stop as the others do: it cannot go on without what is
-        lost here."""
+        """Report the loss to the job, and stop this rank as the others: it cannot continue without
+        the resource lost here."""
         self.report_failure(loss)
         self._leaving = False
         self._lost(loss)
 
     @property
     def closed(self) -> bool:
-        """Whether this rank, or the monitor, has hung up."""
+        """True if this rank, or the monitor, has closed the connection."""
         return self._closed
 
     def saves_when_told(self) -> None:
-        """From now on a SIGTERM has this rank save its work and end by itself: its launcher passes
-        one on."""
+        """Report that this rank saves its work and ends on its own at a SIGTERM: its launcher then
+        passes one on."""
         self._send({"kind": "saves"})
 
     def goodbye(self, *, together: bool = False) -> None:
-        """This rank is done and ends well. The connection is closed; `together`: by
-        wait_for_all."""
-        self._leaving = not together  # the monitor may hang up before we do
+        """Report that this rank is done and ends well. Close the connection; with `together`,
+        wait_for_all does."""
+        self._leaving = not together  # the monitor may close the connection before we do
         with self._changed:
             self._callbacks.clear()
         with contextlib.suppress(CommError):
@@ -214,17 +213,17 @@ class MonitorClient(WaitListener):
             self.close()
 
     def wait_for_all(self, limit: float) -> bool:
-        """After goodbye(together=True): whether, within `limit` s, all ranks have said it, or
-        `loss` says why not."""
+        """After goodbye(together=True), return whether, within `limit` s, all ranks have said
+        goodbye, or `loss` is set."""
         with contextlib.suppress(PeerLostError):
             return self._answer("over", limit) is not None
         return True
 
     def close(self, *, crashes: bool = False) -> None:
-        """Hang up; without a goodbye before it, the monitor takes this rank for lost.
+        """Close the connection; without a goodbye before it, the monitor takes this rank for lost.
 
-        `crashes`: only hear nothing more; if the process crashes before it ends, the monitor is
-        told (crash.py).
+        `crashes`: only stop reading; if the process crashes before it ends, that is reported to the
+        monitor (crash.py).
         """
         with self._changed:
             self._closed = True
@@ -237,7 +236,7 @@ class MonitorClient(WaitListener):
             self._listener.join(1.0)
 
     def wait_until_released(self, limit: float) -> None:
-        """After report(): wait until the other ranks have stopped, so that their last words are not
+        """After report(), wait until the other ranks have stopped, so that their last words are not
         cut off."""
         self._listener.join(limit)
 
@@ -250,7 +249,7 @@ class MonitorClient(WaitListener):
             wire.send_frame(self._sock, frame)
 
     def _answer(self, kind: str, limit: float, *, despite_loss: bool = False) -> Any:
-        """The monitor's answer, or None after `limit` seconds."""
+        """Return the monitor's answer, or None after `limit` seconds."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -279,10 +278,10 @@ class MonitorClient(WaitListener):
                 self._changed.notify_all()
 
     def _lost_link(self) -> Failure:
-        """Return how the connection to the monitor ended: cut, or with the monitor, as far as this
-        host knows.
+        """Return how the connection to the monitor ended, as far as this host knows: cut, or with
+        the monitor.
 
-        Until the ranks have met, rank 0 may listen in the place of a monitor that died
+        Until the ranks have met, rank 0 may listen in place of a monitor that died
         (launch/joining.py).
         """
         lost = "lost its connection to the job's monitor"
@@ -307,15 +306,15 @@ class MonitorClient(WaitListener):
             case "verdict":
                 self._abort(getattr(errors, frame["error"])(frame["text"]))
             case kind:
-                self._leaving = self._leaving or kind == "over"  # the monitor hangs up next
+                self._leaving = self._leaving or kind == "over"  # then the monitor closes first
                 with self._changed:
                     self._answers[kind] = frame["value"]
                     self._changed.notify_all()
 
     def note(self, number: int = 0) -> None:
-        """Report what this rank waits for: unasked (0), or in answer to the monitor's question
+        """Report this rank's waits: unasked (0), or in answer to the monitor's question
         `number`."""
-        # of two threads, the later state arrives last
+        # with the lock, of two threads' states the later one arrives last
         with self._telling, contextlib.suppress(CommError, OSError):
             self._send({"kind": "waits", "round": number, "state": self._state()})
 
@@ -323,7 +322,7 @@ class MonitorClient(WaitListener):
         return (State() if self._waits is None else self._waits.state()).packed()
 
     def disagree(self, text: str, world_ranks: tuple[int, ...]) -> None:
-        """Have every other rank of a group raise MismatchError, too."""
+        """Make every other rank of a group raise MismatchError, too."""
         with contextlib.suppress(CommError, OSError):
             self._send({"kind": "mismatch", "text": text, "ranks": list(world_ranks)})
 
@@ -331,12 +330,12 @@ class MonitorClient(WaitListener):
         self._send({"kind": "expendable"})
 
     def cut(self, world_rank: int) -> None:
-        """The link to that rank swallows packets."""
+        """Report that the link to that rank loses packets."""
         with contextlib.suppress(CommError, OSError):
             self._send({"kind": "cut", "rank": world_rank})
 
     def table(self, state: State) -> str:
-        """What all ranks wait for, in words; nothing if the monitor does not say."""
+        """Return what all ranks wait for, in words; "" if the monitor does not answer."""
         try:
             self._send({"kind": "table", "state": state.packed()})
             return str(self._answer("table", ANSWER_LIMIT) or "")
@@ -344,7 +343,7 @@ class MonitorClient(WaitListener):
             return ""
 
     def _lost(self, loss: Failure) -> None:
-        """Note the first failure, call the callbacks, and make sure that this process ends."""
+        """Record the first failure, call the callbacks, and make sure that this process ends."""
         with self._changed:
             if self.loss is not None:
                 return
@@ -374,8 +373,8 @@ class MonitorClient(WaitListener):
 
 
 def listens(address: tuple[str, int]) -> bool:
-    """Whether a process of this host listens there. It is not called, so it has nothing to say of a
-    stranger."""
+    """Return whether a process of this host listens there. Nothing connects, so the listener does
+    not report a stranger."""
     with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as sock:
         # connections that are closing do not count
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

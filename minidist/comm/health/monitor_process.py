@@ -1,9 +1,9 @@
-"""The monitor as a child process of rank 0, where another launcher started the ranks
+"""The monitor as a child process of rank 0, used if another launcher started the ranks
 (launch/joining.py).
 
-Started with the words SIZE LISTENER PATIENCE; the token comes in on stdin, which
-ends when rank 0 does. It tells rank 0 when every rank has said goodbye, and then looks at the
-processes until all have ended.
+Its arguments are SIZE LISTENER PATIENCE; the token arrives on stdin, which ends when rank 0 ends.
+It notifies rank 0 when every rank has said goodbye, and then watches the processes until all have
+ended.
 """
 
 import select
@@ -17,18 +17,18 @@ from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.node_agent import release_parent
 from minidist.comm.health.process_state import exit_of
 
-STOP = 10.0  # seconds that the ranks get to end when one is lost
+STOP = 10.0  # seconds that the ranks have to end when one is lost
 
 
 def main(size: int, listener: socket.socket, patience: float) -> None:
-    """Watch until every rank has gone."""
+    """Watch the ranks until all have ended."""
 
     def rank_0_ends() -> bool:
         return bool(select.select([sys.stdin], [], [], 0.0)[0])
 
-    # Ctrl-C; what Slurm sends to every process of a step
+    # Ctrl-C; the signal that Slurm sends to every process of a step
     for number in (signal.SIGINT, signal.SIGTERM):
-        # the ranks end, perhaps after a save; we end after them
+        # the ranks end, possibly after a save; this process ends after them
         signal.signal(number, signal.SIG_IGN)
     monitor = Monitor(
         size,
@@ -54,11 +54,11 @@ def main(size: int, listener: socket.socket, patience: float) -> None:
         if monitor.loss is not None and monitor.loss.traceback:
             say_line(f"minidist: {monitor.loss}; {monitor.loss.traceback}")
     if monitor.loss is not None:
-        if not monitor.loss.traceback:  # it could not speak for itself
+        if not monitor.loss.traceback:  # the lost rank could not report it
             say_line(f"minidist: {monitor.loss}; the job ends")
         deadline = time.monotonic() + STOP
         while time.monotonic() < deadline and not rank_0_ends():
-            # a late rank must learn of the failure, too
+            # a rank that connects late must also get the failure
             if monitor.wait_until_stopped(0.2, late=True):
                 break
         monitor.wait_until_stopped(max(0.0, deadline - time.monotonic()))
@@ -66,8 +66,8 @@ def main(size: int, listener: socket.socket, patience: float) -> None:
 
 
 def late(slow: list[int], size: int, busy: list[int]) -> str:
-    """Of the ranks that have not ended, name those that are `busy`: the others wait for these in
-    MPI_Finalize."""
+    """Return a text that names the `busy` ranks of those that have not ended: the others wait for
+    them in MPI_Finalize."""
     named = busy or slow
     waiting = [rank for rank in slow if rank not in named]
     gone = sorted(set(range(size)).difference(slow))

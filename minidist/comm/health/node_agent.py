@@ -1,26 +1,25 @@
-"""A node agent on each host that the monitor is not on: only a system itself knows how its
-processes end.
+"""A node agent on each host without the monitor: only a system itself knows how its processes end.
 
     monitor -> node agent                               node agent -> monitor
-    look     pids: what of these? patience; awaited:    seen     frozen: pids; ended: [pid, how], …
-             ranks of it that others wait for
-    how      rank, pid: how did that end?               how      rank, text; "" if it does not know
+    look     pids to check; patience; awaited:          seen     frozen: pids; ended: [pid, how], …
+             ranks of it for which others wait
+    how      rank, pid: how did it end?                 how      rank, text; "" if it does not know
     lost     loss: the job is over, and why             ended    loss: a rank here ended, and not
                                                                  well
-    died     loss: of a rank without which it goes on   absent   loss: a rank here will not come
-    saves    ranks that end by themselves at a SIGTERM
+    died     loss of a rank; the job continues          absent   loss: a rank here will not connect
+    saves    ranks that end on their own at a SIGTERM
     over     every rank has said goodbye                goodbye
 
 The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds,
 each answered. Ranks take no part in it, so a rank may compute for long in one call that holds the
 interpreter. A frozen rank is found within 3 s, as on one host; a host that is silent for SILENCE
-seconds is lost with all its ranks. A rank learns by the kernel's keep-alives that the monitor's
-host is out of reach (acceptor.py).
+seconds is lost with all its ranks. If the monitor's host is out of reach, a rank detects it by the
+kernel's keep-alives (acceptor.py).
 
 Our own launcher is the node agent of its node, and knows its ranks' exit codes. Under mpirun,
-torchrun and srun it is a child of the node's first rank (launch/joining.py), which waits for it
-until it hears "over". From then on the agent looks by itself, because the monitor may end with its
-own host's ranks.
+torchrun and srun the agent is a child of the node's first rank (launch/joining.py), which waits for
+it until it receives "over". From then on the agent checks the processes on its own, because the
+monitor may end with its own host's ranks.
 """
 
 import contextlib
@@ -42,20 +41,20 @@ from minidist.comm.health.process_state import LOOK, ProcessLooks, exit_of, has_
 from minidist.errors import CommError, HandshakeError
 
 CONNECT_LIMIT = 60.0  # seconds until the monitor must listen
-CALL_BACK_LIMIT = 5.0  # the same where it has listened before, to the agent's parent
-ANSWER_LIMIT = 1.0  # seconds the monitor gets to say whether the job goes on after a death
+CALL_BACK_LIMIT = 5.0  # the same, if it has already listened to the agent's parent
+ANSWER_LIMIT = 1.0  # seconds for the monitor's answer whether the job continues after a death
 _TRY = 2.0  # seconds of one attempt
 
 
 class NodeAgent:
-    """This host's end. `serve` runs in a thread or process of its own.
+    """The node agent of this host. `serve` runs in a thread or process of its own.
 
-    Args:       ranks: those that it looks after; none: every rank of this system.
-                how(rank): what the caller knows of that rank's end; None if nothing.
+    Args:       ranks: the ranks it watches; none: every rank of this system.
+                how(rank): the caller's knowledge of that rank's end, or None.
                 limit: seconds until the monitor must listen.
     Attributes: loss    why the job is over, once the monitor has said so
-                spared  how expendable ranks ended, by world rank; the job goes on without them
-                savers  ranks that save their work and end by themselves when their process is sent
+                spared  how expendable ranks ended, by world rank; the job continues without them
+                savers  ranks that save their work and end on their own when their process gets
                         SIGTERM
     """
 
@@ -71,20 +70,20 @@ class NodeAgent:
         self._ranks = list(ranks)
         self._how = how or (lambda rank: None)
         self._limit = limit
-        # those it was last asked about
+        # the processes of the monitor's last look
         self._looks = ProcessLooks()
         self._pids = set[int]()
-        self._awaited: set[int] = set()  # as the monitor said last
+        self._awaited: set[int] = set()  # from the monitor's last look
         self._sock: socket.socket | None = None
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._closed = self._over = False
 
     def serve(self, address: tuple[str, int], token: bytes) -> None:
-        """Answer the monitor until it hangs up, or close() is called."""
+        """Answer the monitor until it closes the connection, or close() is called."""
         sock = self._connect(address, token)
         if sock is None:
-            return  # its ranks cannot reach it either, and report that
+            return  # its ranks cannot reach the monitor either, and report that
         with sock:
             with self._changed:
                 self._sock = sock
@@ -102,7 +101,7 @@ class NodeAgent:
             self._changed.notify_all()
 
     def lose(self, loss: Failure) -> None:
-        """A rank here did not end well. Returns when the monitor has answered, or after
+        """Report that a rank here did not end well. Return when the monitor has answered, or after
         ANSWER_LIMIT s."""
         self._report("ended", loss)
         with self._changed:
@@ -112,12 +111,13 @@ class NodeAgent:
             )
 
     def miss(self, loss: Failure) -> None:
-        """A rank here will not come to the monitor; nothing comes of it if it has been there."""
+        """Report that a rank here will not connect to the monitor; no effect if it has
+        connected."""
         self._report("absent", loss)
 
     def awaited(self) -> set[int]:
-        """The ranks here that have not come to the monitor and that others wait for, as far as is
-        known."""
+        """Return the ranks here that are not known to have connected to the monitor and for which
+        others wait."""
         return self._awaited
 
     def _report(self, kind: str, loss: Failure) -> None:
@@ -126,7 +126,7 @@ class NodeAgent:
         self._send(kind, loss=dataclasses.asdict(loss))
 
     def close(self) -> None:
-        """No rank is here any more."""
+        """Say goodbye: no rank is here any more."""
         with self._changed:
             self._closed = True
             sock = self._sock
@@ -188,7 +188,7 @@ class NodeAgent:
                 release_parent()
 
     def _look_on(self) -> None:
-        """The job is over and the monitor has gone: end what is frozen here."""
+        """Kill the frozen processes here, after the job is over and the monitor is gone."""
         deadline = time.monotonic() + ENDING
         while (
             pids := {pid for pid in self._pids if not has_ended(pid)}
@@ -203,14 +203,13 @@ class NodeAgent:
 
 
 def release_parent() -> None:
-    """The rank that waits for this process, its child, need not wait any longer
-    (launch/joining.py)."""
+    """Release the rank that waits for this process, its child (launch/joining.py)."""
     os.write(1, b"over")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":
-    # to all of the job: the ranks end, we end after them
+    # signals to the whole job: the ranks end, this process ends after them
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     NodeAgent(limit=CALL_BACK_LIMIT).serve(

@@ -1,18 +1,19 @@
-"""What the kernel says of processes: which are stopped for good (SIGSTOP, Ctrl-Z), and how one
-ended.
+"""The kernel's information about processes: which are stopped for good (SIGSTOP, Ctrl-Z), and how
+one ended.
 
 A stopped process sends nothing and loses no connection, like one that computes in a single long
 call. The kernel knows the difference: the state of the first is T, of the second R or S. A process
 that was stopped at every look for PATIENCE seconds is frozen, and lost; one more look, or the end
-of the job, kills it, because it cannot end by itself. So a stop of 1.5 s does no harm, and a frozen
-rank is found within 2.5 s. If two looks lay far apart, the observer was stopped too (Ctrl-Z stops a
-whole job), and begins anew. A process that a debugger holds (gdb, strace) is not frozen.
+of the job, kills it, because it cannot end itself. So a stop of 1.5 s does no harm, and a frozen
+rank is found within 2.5 s. If the time between two looks was long, the observer was stopped too
+(Ctrl-Z stops a whole job), and begins anew. A process that a debugger holds (gdb, strace) is not
+frozen.
 
-The looks also find processes that have ended, because a forked child (a data loader's worker, say)
+The looks also find processes that have ended, because a forked child (e.g. a data loader's worker)
 may hold a dead rank's connections open. Again two looks in a row are needed: by the second, the
 goodbye of a rank that ended well has been read.
 
-The processes of another host are looked at by its node agent (node_agent.py).
+The node agent of another host watches the processes there (node_agent.py).
 """
 
 import contextlib
@@ -28,27 +29,27 @@ from minidist.comm.health.failure import how_it_ended
 
 LOOK = 0.4  # seconds between two looks
 SHORTEST_LOOK = 0.1  # the same where the patience is less than LOOK
-# seconds that a process may be stopped: so long after the first look that saw it so comes another
-# one
+# seconds that a process may be stopped; the next look is this long after the first that saw it
+# stopped
 PATIENCE = 1.7
-# seconds between a connection's end and the end of its process, on a machine that is busy
+# seconds between a connection's end and the end of its process, on a busy machine
 REAP_LIMIT = 0.4
-_LATE = 3  # times LOOK: so long between two looks means that this process was stopped, too
+_LATE = 3  # times LOOK: after a longer time between two looks, this process was stopped, too
 
 
 class ProcessLooks:
-    """Remembers which processes were stopped, or had ended, at the last look. One thread."""
+    """The processes that were stopped, or had ended, at the last look. For one thread."""
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self.patience = patience
-        # of each that is stopped: its stop, and when it was found
+        # by stopped process: the name of its stop, and when it was found
         self._since: dict[int, tuple[str, float]] = {}
         self._frozen: set[int] = set()
         self._gone: set[int] = set()
         self._last = time.monotonic()
 
     def frozen(self, pids: set[int]) -> set[int]:
-        """Those of `pids` that were stopped at this look and at all others for `patience`
+        """Return those of `pids` that were stopped at this look and at all others for `patience`
         seconds."""
         now = time.monotonic()
         before = self._since if now - self._last < _LATE * LOOK else {}
@@ -67,15 +68,14 @@ class ProcessLooks:
         return self._frozen
 
     def ended(self, pids: set[int]) -> dict[int, str]:
-        """Those of `pids` that had ended by this look and by the one before, and how."""
+        """Return those of `pids` that had ended at this and the previous look, and how."""
         before = self._gone
         self._gone = {pid for pid in pids if has_ended(pid)}
         return {pid: exit_of(pid) or "" for pid in self._gone & before}
 
     def next(self, every: float = LOOK) -> float:
-        """When to look again, by time.monotonic: after `every` seconds, or after the patience if
-        that is shorter. A process that is stopped is looked at again when its stop has lasted the
-        patience.
+        """Return the time of the next look, by time.monotonic: after `every` seconds, or after the
+        patience if that is shorter, or when the stop of a process has lasted the patience.
         """
         every = min(every, max(self.patience, SHORTEST_LOOK))
         waited = [
@@ -86,40 +86,40 @@ class ProcessLooks:
         return min([self._last + every, *waited])
 
     def close(self) -> None:
-        """The last look: kill what is frozen."""
+        """Kill the frozen processes; there is no later look."""
         for pid in self._frozen:
             kill_stopped(pid)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this host runs no more; False where the system does not say."""
+    """Return whether a process of this host has ended; False if the system does not say."""
     return state_of(pid) in ("Z", "X", "") and bool(state_of(os.getpid()))
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for the state of a process of this host; "" if it is gone, or the system
-    does not say."""
+    """Return the kernel's letter for the state of a process of this host; "" if it is gone, or the
+    system does not say."""
     return _stat(pid)[0]
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc says of a process: its state, …, its exit code; [""] if it is gone, ["?"] if
-    unknown."""
+    """Return the fields of /proc about a process: its state, …, its exit code; [""] if it is gone,
+    ["?"] if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return [""]
-    except OSError:  # this process has too many open files, say
+    except OSError:  # e.g. this process has too many open files
         return ["?"]
 
 
 def parent_of(pid: int) -> int:
-    """The parent of a process of this host; 0 if it is gone, or the system does not say."""
+    """Return the parent of a process of this host; 0 if it is gone, or the system does not say."""
     return int("".join(_stat(pid)[1:2]) or 0)
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process's first thread has started and not cleared away; none if the
+    """Return the processes that a process's first thread has started and not reaped; none if the
     system does not say."""
     with contextlib.suppress(OSError):
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -127,8 +127,8 @@ def children_of(pid: int) -> list[int]:
 
 
 def with_wrapped(pid: int) -> list[int]:
-    """Return a process and what it wraps: its only child, as a shell's or timeout's, and the only
-    child of that."""
+    """Return a process and the process that it wraps: its only child (as a shell or timeout has),
+    and the only child of that."""
     found = [pid]
     while len(children := children_of(found[-1])) == 1:
         found += children
@@ -136,9 +136,10 @@ def with_wrapped(pid: int) -> list[int]:
 
 
 def stop_of(pid: int) -> str:
-    """A name for the stop that a process of this host is in; "" if none is, or a debugger holds it.
+    """Return a name for the stop of a process of this host; "" if it is not stopped, or a debugger
+    holds it.
 
-    Of two stops the names differ: how often it has been given a core is part of them.
+    Two stops have different names: the name contains the number of its context switches.
     """
     if state_of(pid) != "T":  # "t": at a breakpoint or a system call that is traced
         return ""
@@ -151,7 +152,7 @@ def stop_of(pid: int) -> str:
 
 
 def hears_interrupts(pid: int) -> bool:
-    """Whether a process has a handler of SIGINT, as a running Python has, or ignores it; or the
+    """Return whether a process handles SIGINT, as a running Python does, or ignores it; True if the
     system does not say."""
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
@@ -161,15 +162,15 @@ def hears_interrupts(pid: int) -> bool:
 
 
 def kill_stopped(pid: int) -> None:
-    """End a process that is stopped: it cannot do so itself."""
+    """Kill a process that is stopped: it cannot end itself."""
     if stop_of(pid):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def exit_of(pid: int) -> str | None:
-    """How a process of this host that is not our child ended, if its parent has not cleared it away
-    yet."""
+    """Return how a process of this host that is not our child ended, if its parent has not reaped
+    it yet."""
     deadline = time.monotonic() + REAP_LIMIT
     while True:
         state, *rest = _stat(pid)
@@ -184,13 +185,13 @@ def exit_of(pid: int) -> str | None:
 
 @lru_cache(maxsize=1)
 def this_system() -> str:
-    """A name for the running system, and for the processes that are seen from here: a container may
+    """Return a name for the running system and the processes visible from here: a container may
     have its own."""
     return system_and("pid")
 
 
 def system_and(namespace: str) -> str:
-    """A name that no other running system has, with that of a namespace of this process: "pid",
+    """Return a unique name of the running system, and of a namespace of this process: "pid",
     "net"."""
     parts = [platform.node()]
     with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""The places of the ranks at the monitor: which have come, have left or are lost; and waits until
-that changes."""
+"""The seats of the ranks at the monitor: which ranks have connected, have left or are lost; and
+waits for changes."""
 
 import contextlib
 import dataclasses
@@ -15,12 +15,11 @@ from minidist.errors import CommError
 
 @dataclasses.dataclass
 class Seat:
-    """A rank's place at the monitor. `system` names the process table its pid belongs to
-    (process_state.py).
+    """A rank's seat at the monitor. `system` names the process table of its pid (process_state.py).
 
-    `done`: it has said goodbye; `left`: and hung up, or is about to; `ended`: its process has
-    ended, after the goodbye. `saves`: told to stop by SIGTERM, it saves its work and ends by
-    itself.
+    `done`: it has said goodbye; `left`: and has closed its connection, or is about to; `ended`: its
+    process has ended, after the goodbye. `saves`: at a SIGTERM, it saves its work and then ends on
+    its own.
     """
 
     world_rank: int
@@ -36,27 +35,26 @@ class Seat:
     sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send one frame. An error is ignored: the monitor reads from every seat, and finds a lost
-        rank there."""
+        """Send one frame. Ignore an error: the monitor reads from every seat, and so finds a lost
+        rank."""
         with self.sending, contextlib.suppress(CommError, OSError, ValueError):
             wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
 
     def unheard(self) -> bool:
-        """Whether it has said something, or hung up, that was not read yet."""
+        """Return whether it has sent a frame, or closed the connection, that was not read yet."""
         poll = select.poll()
         with contextlib.suppress(ValueError):
             poll.register(self.sock, select.POLLIN)
             return bool(poll.poll(0))
-        return True  # it was closed meanwhile
+        return True  # its socket was closed meanwhile
 
 
 @dataclasses.dataclass
 class AgentSeat(Seat):
-    """A node agent's place at the monitor (node_agent.py); it covers `ranks`, or, if there are
-    none, its whole system.
+    """A node agent's seat at the monitor (node_agent.py); it covers `ranks`, or, if that is empty,
+    its whole system.
 
-    `unanswered` looks were sent since it last spoke; `told` is how ranks ended, "" where it does
-    not know.
+    `unanswered`: looks sent since its last frame; `told`: how ranks ended, "" if it does not know.
     """
 
     ranks: tuple[int, ...] = ()
@@ -64,18 +62,19 @@ class AgentSeat(Seat):
     told: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def covers(self, seat: Seat) -> bool:
-        """Whether it looks after that rank."""
+        """Return whether it watches that rank."""
         return seat.world_rank in self.ranks if self.ranks else seat.system == self.system
 
 
 class Seats:
-    """What the monitor knows of each rank. A thread that changes it holds `_changed`, and notifies
-    those that wait.
+    """The monitor's knowledge of each rank. A thread that changes it holds `_changed`, and notifies
+    the waiting threads.
 
     Attributes:
         size: ranks of the job.
         loss: the first rank that did not end well, or None.
-        spared: expendable ranks that did not end well, by world rank; the job goes on without them.
+        spared: expendable ranks that did not end well, by world rank; the job continues without
+        them.
     """
 
     def __init__(self, size: int) -> None:
@@ -84,38 +83,37 @@ class Seats:
         self.spared: dict[int, Failure] = {}
         self._changed = threading.Condition()
         self._seats: dict[int, Seat] = {}
-        # ranks that will not come, for which none has waited yet
+        # ranks that will not connect, for which no rank has waited yet
         self._never: dict[int, Failure] = {}
 
     def present(self) -> dict[int, Seat]:
-        """The ranks that are here and have not said goodbye, by world rank."""
+        """Return the connected ranks that have not said goodbye, by world rank."""
         with self._changed:
             return {rank: seat for rank, seat in self._seats.items() if not seat.left}
 
     def staying(self) -> dict[int, Seat]:
-        """The ranks whose process has not ended well, as far as is known, by world rank."""
+        """Return the ranks whose process is not known to have ended well, by world rank."""
         with self._changed:
             return {rank: seat for rank, seat in self._seats.items() if not seat.ended}
 
     def awaited(self) -> set[int]:
-        """The ranks that have not come, if another is here and waits for them."""
+        """Return the ranks that have not connected, if a connected rank waits for them."""
         with self._changed:
             return set(range(self.size)).difference(self._seats) if self.present() else set()
 
     def has_left(self, world_rank: int) -> bool:
-        """Whether this rank has said goodbye, or its connection is gone."""
+        """Return whether this rank has said goodbye, or its connection is gone."""
         with self._changed:
             return world_rank in self._seats and self._seats[world_rank].left
 
     def has_come(self, world_rank: int) -> bool:
-        """Whether this rank has been here."""
+        """Return whether this rank has ever connected."""
         with self._changed:
             return world_rank in self._seats
 
     @property
     def savers(self) -> set[int]:
-        """The ranks that save their work and end by themselves when their process is sent
-        SIGTERM."""
+        """The ranks that save their work and end on their own when their process gets SIGTERM."""
         with self._changed:
             return {rank for rank, seat in self._seats.items() if seat.saves}
 
@@ -135,7 +133,7 @@ class Seats:
             self._changed.notify_all()
 
     def wait_until_silent(self, limit: float) -> None:
-        """After the ranks' ends: wait until what they said last is heard, as of a crash
+        """After the ranks' ends, wait until their last words have been read, e.g. about a crash
         (crash.py)."""
         with self._changed:
             self._changed.wait_for(
@@ -147,8 +145,8 @@ class Seats:
             )
 
     def wait_until_stopped(self, limit: float, *, late: bool = False) -> bool:
-        """After a loss: wait until every rank but the lost one has hung up; `late`: also those that
-        are yet to come."""
+        """After a loss, wait until every rank except the lost one has closed its connection;
+        `late`: also ranks that have yet to connect."""
         lost = self.loss.world_rank if self.loss is not None else None
         with self._changed:
             return self._changed.wait_for(

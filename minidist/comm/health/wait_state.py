@@ -1,23 +1,23 @@
-"""A rank's waits that last: in which call, for which ranks, since when. All ranks' waits together
-show a deadlock.
+"""The long waits of a rank: in which call, for which ranks, since when. The waits of all ranks
+together show a deadlock.
 
-A wait that ends within QUIET seconds is not reported, and costs nothing. One that lasts is reported
-when it begins to last and when it ends: to the monitor, where ranks are processes; to the run,
-where they are threads. Both pass it to an Arbiter (deadlock_arbiter.py), which decides by the rules
-of deadlock.py.
+A wait that ends within QUIET seconds is not reported, and costs nothing. A longer one is reported
+when QUIET is over and when it ends: to the monitor, if ranks are processes; to the run, if they are
+threads. Both pass it to an Arbiter (deadlock_arbiter.py), which decides by the rules of
+deadlock.py.
 
-    state of a rank     waits    its lasting waits, one a thread
+    state of a rank     waits    its long waits, one per thread
                         sent     messages it has begun to send, by world rank
                         taken    messages it has taken off the link, by world rank
-                        reads    world ranks from which it has asked for a message that has not come
-                                 whole
+                        reads    world ranks from which it has asked for a message that has not
+                                 arrived completely
                         settled  whether every thread of its program is in one of these waits
-                        resent   world ranks to which packets are sent again and again, and none is
-                                 acknowledged
+                        resent   world ranks to which packets are sent again and again without an
+                                 acknowledgement
 
-sent and taken are counted where a message begins and ends (stream.py). Where they differ between
-two ranks, a message is in flight, and its receiver does not wait in vain; nor does its sender while
-the receiver reads, because the receiver takes every message before the one it has asked for.
+sent is counted where a message begins, taken where it ends (stream.py). If they differ between two
+ranks, a message is in flight, and its receiver does not wait in vain; nor does its sender while the
+receiver reads, because the receiver takes every message before the message it has asked for.
 """
 
 import itertools
@@ -39,11 +39,11 @@ QUIET = 0.1  # seconds that a wait may last before it is reported
 
 
 class _ThreadCalls(threading.local):
-    """The calls that a thread is in, outermost first."""
+    """The calls of a thread, outermost first."""
 
-    # whether spent_in_calls was: looking at a thread's clock takes a microsecond or several
+    # whether spent_in_calls was called: reading a thread's clock takes a microsecond or several
     asked = False
-    # the outermost call: the time, and the thread's processor seconds
+    # start of the outermost call: the time, and the thread's processor seconds
     began: "tuple[float, float] | None" = None
     spent = 0.0, 0.0  # in calls so far: seconds, and processor seconds
 
@@ -55,8 +55,8 @@ _here = _ThreadCalls()
 
 
 class RunningCall:
-    """A collective, or the wait for a call that was started: inside `with call:` it is what the
-    thread's waits are for.
+    """A collective, or the wait for a started call: inside `with call:` the thread's waits belong
+    to it.
 
     Attributes: signature    the call
                 world_ranks  the ranks of its group
@@ -82,15 +82,15 @@ class RunningCall:
 
 
 def spent_in_calls() -> tuple[float, float]:
-    """Seconds, and processor seconds, that the calling thread has been in calls and in waits for
-    calls, so far.
+    """Return the seconds, and the processor seconds, that the calling thread has been in calls and
+    in waits for calls so far.
 
-    They count from the first time that a thread asks: before it nothing is measured, so take
-    differences. The flight recorder measures the same standing still (`stood`, flight/slots.py),
-    call by call: so `minidist watch` divides a wait among the ranks and groups that it is for. Here
-    it is one sum for a thread, which no ring forgets, with the processor seconds that own
-    computation is without: so the records of steps (observe/rank_steps.py) tell a rank that
-    computes longer from one that waits. Neither gives the other; a test holds that they agree.
+    Counting begins with a thread's first use of this function, so use differences. The flight
+    recorder measures the same times per call (`stood`, flight/slots.py): with them `minidist watch`
+    divides a wait among ranks and groups. Here they are one sum per thread, which no ring
+    overwrites, together with processor seconds, which exclude own computation: with them the
+    records of steps (observe/rank_steps.py) distinguish a rank that computes longer from a rank
+    that waits. Neither can replace the other; a test checks that they agree.
     """
     _here.asked = True
     return _here.spent
@@ -98,11 +98,11 @@ def spent_in_calls() -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Wait:
-    """One lasting wait.
+    """A long wait.
 
-    `peers` are the world ranks waited for: any of them can keep it waiting; none means another
-    thread of the same rank, which carries out `call`. `number` tells the lasting waits of a rank
-    apart. `incoming`: for a message from the peer.
+    `peers` are the world ranks it waits for: any of them can delay it; none means another thread of
+    the same rank, which carries out `call`. `number` identifies a long wait of a rank. `incoming`:
+    it waits for a message from the peer.
     """
 
     number: int
@@ -125,18 +125,18 @@ class Wait:
 
 @dataclass(frozen=True)
 class State:
-    """What a rank says of its waits at one moment; the module's docstring has the table."""
+    """The report of a rank about its waits at one moment; the module's docstring has the table."""
 
     waits: tuple[Wait, ...] = ()
     sent: Mapping[int, int] = field(default_factory=dict)
     taken: Mapping[int, int] = field(default_factory=dict)
     settled: bool = False
-    doing: str = ""  # where the program is of a rank that does not wait
+    doing: str = ""  # the program's place, if the rank does not wait
     reads: frozenset[int] = frozenset()
     resent: frozenset[int] = frozenset()
 
     def same(self, other: "State") -> bool:
-        """Whether nothing at all has happened between the two."""
+        """Return whether nothing has happened between the two states."""
         return (
             [wait.number for wait in self.waits] == [wait.number for wait in other.waits]
             and self.sent == other.sent
@@ -144,7 +144,7 @@ class State:
         )
 
     def packed(self) -> list[Any]:
-        """As a frame of the control connection carries it."""
+        """Return the state as a frame of the control connection carries it."""
         return [
             [list(vars(wait).values()) for wait in self.waits],
             dict(self.sent),
@@ -157,7 +157,7 @@ class State:
 
     @classmethod
     def unpacked(cls, packed: Any) -> "State":
-        """Raises: TypeError or ValueError if it is nothing that packed() made."""
+        """Return the state from packed(). Raises: TypeError or ValueError for anything else."""
         waits, sent, taken, settled, doing, reads, resent = packed
         return cls(
             tuple(_wait(*fields) for fields in waits),
@@ -178,7 +178,7 @@ def _wait(
     number: int, call: Any, members: Any, peers: Any, what: str, incoming: bool, seconds: float
 ) -> Wait:
     signature = None if call is None else Signature._make(call)
-    if signature is not None:  # nonsense raises TypeError here, not in the arbiter
+    if signature is not None:  # bad values raise TypeError here, not in the arbiter
         hash(signature)
         signature.agrees(signature)
     return Wait(
@@ -193,53 +193,53 @@ def _wait(
 
 
 class WaitListener:
-    """Hears of a rank's lasting waits, and speaks for its other ranks: the connection to the
-    monitor (monitor_client.py), or the run of ranks that are threads. This one is alone."""
+    """The listener of a rank's long waits: the connection to the monitor (monitor_client.py), or
+    the run of ranks that are threads. This base class has no other ranks."""
 
     def note(self) -> None:
-        """A wait begins to last, or ends."""
+        """Note that a wait has become long, or has ended."""
 
     def program(self) -> set[int | None]:
-        """Return the threads that run the rank's program; one in no wait may yet end the others'
-        waits."""
+        """Return the threads that run the rank's program; a thread without a wait may still end the
+        others' waits."""
         return _program()
 
     def table(self, state: State) -> str:
-        """Return what all ranks wait for, in words; `state` is what this rank says of itself."""
+        """Return what all ranks wait for, in words; `state` is this rank's own state."""
         return ""
 
     def disagree(self, text: str, world_ranks: tuple[int, ...]) -> None:
-        """Tell every rank of a group that their calls do not match."""
+        """Report to every rank of a group that their calls do not match."""
 
     def has_left(self, world_rank: int) -> bool:
         """Return whether that rank has said goodbye to the job."""
         return False
 
     def cut(self, world_rank: int) -> None:
-        """The link to that rank swallows packets."""
+        """Report that the link to that rank loses packets."""
 
     def spare(self) -> None:
-        """Ask that this rank's death be reported, and not end the job."""
+        """Ask that this rank's death is reported, but does not end the job."""
 
 
 class Waits:
-    """The lasting waits of one rank. Safe to use from any thread.
+    """The long waits of one rank. Safe to use from any thread.
 
     Attributes: counts   -> (sent, taken), of the rank's transport
-                reads    -> the world ranks that it reads from
-                resent   -> the world ranks to which its packets are sent again and again, and not
-                         acknowledged
-                listener what hears of the waits
-                held     each gives the destinations of messages held back on their way out, one
-                         entry a message
-                error    what the transport was aborted with
-                ends     called with it: each ends the waits of a transport, of a link to itself, of
-                         a device
-                step     the training step that the program is in, if it says so
-                workers  the threads that carry out started calls now
-                flight   the rank's flight recorder, which keeps the waits that last
-                hearsay  most seconds to wait for the reason of a broken link; None: the transport's
-                         own limit
+                reads    -> the world ranks from which it reads
+                resent   -> the world ranks to which its packets are sent again and again without an
+                         acknowledgement
+                listener the WaitListener that is notified of the waits
+                held     functions that return the destinations of messages held back before
+                         sending, one entry per message
+                error    the error of an aborted transport, else None
+                ends     functions called with it: each ends the waits of a transport, of a link to
+                         itself, of a device
+                step     the training step of the program, if it reports it
+                workers  the threads that now carry out started calls
+                flight   the rank's flight recorder, which keeps the long waits
+                hearsay  maximum seconds to wait for the reason of a broken link; None: the
+                         transport's own limit
     """
 
     def __init__(
@@ -259,13 +259,13 @@ class Waits:
         self.error: CommError | None = None
         self.ends: list[Callable[[CommError], None]] = []
         self.workers: set[int | None] = set()
-        # by number: the thread, and its wait now
+        # by number: the thread, and a function that returns its current wait
         self._lasting: dict[int, tuple[int, Callable[[], Wait]]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def disagree(self, text: str, world_ranks: tuple[int, ...]) -> None:
-        """Tell every rank of a group that their calls do not match."""
+        """Report to every rank of a group that their calls do not match."""
         self.listener.disagree(text, world_ranks)
 
     def left(self, world_rank: int) -> bool:
@@ -273,23 +273,22 @@ class Waits:
         return self.listener.has_left(world_rank)
 
     def cut(self, world_rank: int) -> None:
-        """Tell that the link to that rank swallows packets."""
+        """Report that the link to that rank loses packets."""
         self.listener.cut(world_rank)
 
     def spare(self) -> None:
-        """Ask that this rank's death be reported, and not end the job."""
+        """Ask that this rank's death is reported, but does not end the job."""
         self.listener.spare()
 
     def abort(self, error: CommError) -> None:
-        """End every wait, present or to come; the first error is the one that they raise. From any
-        thread."""
+        """End every current and later wait; all raise the first error. From any thread."""
         self.error = self.error or error
         for end in list(self.ends):
             end(self.error)
 
     def failure(self, world_rank: int, signature: Signature | None = None) -> CommError | None:
-        """What a wait of this rank raises since the transport was aborted; `signature`: see
-        located()."""
+        """Return the error that a wait of this rank raises after an abort, or None; `signature`:
+        see located()."""
         if isinstance(self.error, PeerLostError):
             return self.located(self.error, world_rank, signature)
         return self.error
@@ -298,8 +297,8 @@ class Waits:
     def lasting(
         self, what: str, peers: Callable[[], tuple[int, ...]], *, incoming: bool = False
     ) -> Iterator[None]:
-        """The block is a wait that lasts already: `what` in words, `peers()` the ranks it is for,
-        now."""
+        """Report the block as a wait that is already long: `what` in words, `peers()` the ranks it
+        waits for now."""
         running = next(reversed(_here.calls), None)
         call, members = (None, ()) if running is None else (running.signature, running.world_ranks)
         number = next(self._numbers)
@@ -322,16 +321,16 @@ class Waits:
             self.listener.note()
 
     def _recorded(self, what: str, peers: tuple[int, ...], call: Signature | None) -> int:
-        """The number of a lasting wait in the flight recorder."""
+        """Record a long wait in the flight recorder; return its number there."""
         if self.flight is None:
             return 0
         group, sequence = (0, 0) if call is None or call.algorithm is None else call[:2]
         return self.flight.waiting(what, peers, QUIET, group=group, sequence=sequence)
 
     def state(self) -> State:
-        """What this rank says of its waits, now."""
+        """Return this rank's current state."""
         with self._lock:
-            lasting = dict(self._lasting.values())  # of waits inside one another, the innermost
+            lasting = dict(self._lasting.values())  # of nested waits of a thread, the innermost
         busy = self.listener.program() | self.workers
         counted, taken = self.counts()
         sent = Counter(counted)
@@ -349,10 +348,10 @@ class Waits:
         )
 
     def described(self, state: State) -> str:
-        """All ranks' waits, as the last lines of an error; `state`: as this rank's were when its
-        time was up.
+        """Return all ranks' waits, as the last lines of an error; `state`: of this rank when its
+        time was over.
 
-        Costs up to half a second, in which this rank waits for nothing else. Empty without a
+        Takes up to half a second, in which this rank waits for nothing else. Empty without a
         listener.
         """
         table = self.listener.table(state)
@@ -361,8 +360,8 @@ class Waits:
     def located(
         self, error: PeerLostError, world_rank: int, signature: Signature | None = None
     ) -> PeerLostError:
-        """`error`, whose first line now says in which step and call (`signature`, or the one that
-        runs) it was met."""
+        """Return `error` with the step and call in its first line (`signature`, or the current
+        call)."""
         if signature is None and _here.calls:
             signature = _here.calls[-1].signature
         if signature is None:
@@ -374,8 +373,8 @@ class Waits:
 
 
 def _program() -> set[int | None]:
-    """Threads of this process that are the program's: not ours, which are daemons, nor those of an
-    idle pool."""
+    """Return the threads of this process that run the program: not our daemon threads, nor idle
+    pool workers."""
     frames = call_site.frames()
     try:
         return {
@@ -384,11 +383,10 @@ def _program() -> set[int | None]:
             if not thread.daemon and not _idles(frames.get(thread.ident or 0))
         }
     finally:
-        # it holds this function's own frame, and so itself: a cycle that keeps all stacks' arrays
+        # it holds this function's own frame, and so itself: a cycle that keeps arrays of all stacks
         frames.clear()
 
 
 def _idles(frame: FrameType | None) -> bool:
-    """Whether this is the innermost frame of a thread of concurrent.futures that has nothing to
-    do."""
+    """Return whether this is the innermost frame of an idle thread of concurrent.futures."""
     return frame is not None and frame.f_globals.get("__name__") == "concurrent.futures.thread"

@@ -1,10 +1,9 @@
-"""The monitor's view of the ranks that are there: what they wait for, and whether their processes
-run at all.
+"""The monitor's watch over the connected ranks: their waits, and whether their processes run.
 
-The states of lasting waits go to the arbiter (deadlock_arbiter.py), and its verdicts to the ranks
-concerned. Every process is looked at each LOOK seconds, and a stopped one when it has been so for
-the patience (process_state.py): those of this system from here, the others by their node agents
-(node_agent.py).
+The states of long waits go to the arbiter (deadlock_arbiter.py), and its verdicts to the ranks of
+the verdict. Every process is checked each LOOK seconds; a stopped process also when it has been
+stopped for the patience (process_state.py). The monitor checks processes of its own system, node
+agents the others (node_agent.py).
 """
 
 import threading
@@ -21,22 +20,21 @@ from minidist.comm.health.seats import AgentSeat, Seat
 from minidist.comm.health.wait_state import State
 from minidist.errors import CommError
 
-# seconds that ranks get to say what they do, when another's wait has reached its limit
+# seconds in which ranks report what they do, when another's wait has reached its limit
 TABLE_WAIT = 0.3
-# seconds for a node agent to come, after a rank of its host has ended; again, to say how
+# seconds for a node agent to connect after a rank of its host has ended; again, to say how it ended
 AGENT_WAIT = 1.0
 
 
 class Watchdog:
-    """Belongs to the monitor's thread that hears the ranks; tables, and methods about node agents,
-    are for any thread.
+    """The watchdog of the monitor. It belongs to the thread that reads from the ranks; any thread
+    may use table() and the methods about node agents.
 
-    Args: size: ranks of the job. present() -> the seats of those that are there, by world rank;
-    staying() -> the same
-          and those that have said goodbye, until their process has ended. lose(loss): end the job
-          for this reason.
-          patience: seconds that a rank's process may be stopped. awaited() -> the ranks that have
-          not come and that others wait for; miss(loss): one of them will not come.
+    Args: size: ranks of the job. present() -> the seats of the connected ranks, by world rank;
+          staying() -> also the ranks that have said goodbye, until their process has ended.
+          lose(loss): end the job for this reason. patience: seconds that a rank's process may be
+          stopped. awaited() -> the ranks that have not connected and for which others wait;
+          miss(loss): one of them will not connect.
     """
 
     def __init__(
@@ -63,14 +61,14 @@ class Watchdog:
             ),
         )
         self._looks = ProcessLooks(patience)
-        self._agents: list[AgentSeat] = []  # of all node agents that ever came
-        self._news = threading.Condition()  # of node agents, and what they say
+        self._agents: list[AgentSeat] = []  # all node agents that ever connected
+        self._news = threading.Condition()  # about node agents and their messages
         self._over = False  # every rank has said goodbye
-        # of ranks whose wait has reached its limit: as they waited
+        # by rank whose wait has reached its limit: its state then
         self._overdue: dict[int, State] = {}
 
     def due(self) -> float:
-        """Seconds until tick() has something to do."""
+        """Return the seconds until tick() has something to do."""
         arbiter = self.arbiter.due()
         return min(
             max(0.0, self._looks.next(LOOK) - time.monotonic()),
@@ -78,14 +76,14 @@ class Watchdog:
         )
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Do the work that is due."""
         self.arbiter.tick()
         if time.monotonic() >= self._looks.next(LOOK):
             self._look()
 
     def table(self) -> str:
-        """What every rank waits for, a line each. Takes TABLE_WAIT s, in which idle ranks say where
-        they are."""
+        """Return what every rank waits for, one line each. Takes TABLE_WAIT s, in which ranks
+        without a wait report their place."""
         states = dict(self.arbiter.states)
         self._send(
             [rank for rank in self._present() if rank not in states or not states[rank].waits],
@@ -98,13 +96,13 @@ class Watchdog:
         )
 
     def send_table(self, seat: Seat, state: State) -> None:
-        """To a rank whose wait has reached its limit; `state`: as it waited."""
+        """Send the table to a rank whose wait has reached its limit; `state`: its state then."""
         self._overdue[seat.world_rank] = state
         seat.send("table", value=self.table())
         self._overdue.pop(seat.world_rank, None)
 
     def _send(self, ranks: list[int], kind: str, **content: Any) -> None:
-        """To those of `ranks` that are there."""
+        """Send a frame to the connected ranks in `ranks`."""
         for rank, seat in self._present().items():
             if rank in ranks:
                 seat.send(kind, **content)
@@ -113,8 +111,8 @@ class Watchdog:
     # ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at the processes of this system, and ask the node agents of others; a silent agent
-        is lost."""
+        """Check the processes of this system, and ask the node agents for the others; lose an agent
+        that is silent."""
         here = [seat for seat in self._staying().values() if seat.system == this_system()]
         pids = {seat.pid for seat in here}
         self._seen(here, self._looks.frozen(pids), self._looks.ended(pids))
@@ -132,9 +130,10 @@ class Watchdog:
                 )
 
     def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
-        """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost.
+        """Lose the ranks whose processes are in `frozen` or in `ended` (with how they ended).
 
-        One that has ended is heard first: its goodbye may wait behind what many other ranks say.
+        If a process has ended, its frames are read first: its goodbye may be queued behind frames
+        of many other ranks.
         """
         for seat in seats:
             how = "is frozen (stopped)" if seat.pid in frozen else ended.get(seat.pid)
@@ -147,18 +146,18 @@ class Watchdog:
     # ----------------------------------------------------------------------------------
 
     def agents(self) -> list[AgentSeat]:
-        """The node agents that are there."""
+        """Return the connected node agents."""
         return [agent for agent in self._agents if not agent.left]
 
     def close(self) -> None:
-        """Kill what is frozen here, and close the connections of all node agents, which then do so
-        there."""
+        """Kill the frozen processes here, and close the connections of all node agents, which then
+        do the same there."""
         self._looks.close()
         for agent in self._agents:
             agent.sock.close()
 
     def add(self, agent: AgentSeat) -> None:
-        """A node agent has come."""
+        """Add a node agent that has connected."""
         with self._news:
             self._agents.append(agent)
             self._news.notify_all()
@@ -166,14 +165,14 @@ class Watchdog:
             agent.send("over")
 
     def release_agents(self) -> None:
-        """Tell every node agent, also one that is yet to come, that every rank has said goodbye."""
+        """Notify every node agent, also a later one, that every rank has said goodbye."""
         self._over = True
         for agent in self.agents():
             agent.send("over")
 
     def heard_agent(self, agent: AgentSeat, frame: dict[str, Any]) -> None:
-        """Take a frame of a node agent (node_agent.py has the list). Raises CommError for a frame
-        that is not in it."""
+        """Handle a frame of a node agent (node_agent.py lists them). Raises CommError for an
+        unknown frame."""
         agent.unanswered = 0
         match frame["kind"]:
             case "seen":
@@ -196,8 +195,8 @@ class Watchdog:
                 raise CommError(f"unknown frame {kind!r}")
 
     def lose_agent(self, agent: AgentSeat, error: Exception | None) -> None:
-        """A node agent's connection ended with `error`, or it is silent; its ranks are lost, unless
-        it said goodbye."""
+        """Remove a node agent whose connection ended with `error`, or that is silent; lose its
+        ranks, unless it said goodbye."""
         covered = self._covered(agent)
         if self._remove(agent) and covered:
             first = covered[0]
@@ -212,9 +211,9 @@ class Watchdog:
             )
 
     def how_it_ended(self, seat: Seat) -> str | None:
-        """How the process at this seat ended, as its node agent says; None if there is none, or it
-        does not know."""
-        # another system's agent is about to come
+        """Return how the process at this seat ended, from its node agent; None if there is no
+        agent, or it does not know."""
+        # another system's agent may still be connecting
         limit = 0.0 if seat.system == this_system() else AGENT_WAIT
         with self._news:
             agent = self._news.wait_for(
@@ -235,7 +234,7 @@ class Watchdog:
             self._news.notify_all()
 
     def _remove(self, agent: AgentSeat) -> bool:
-        """Returns whether it was still there."""
+        """Mark the agent as left; return whether it was connected."""
         with self._news:
             if agent.left:
                 return False
@@ -244,7 +243,7 @@ class Watchdog:
             return True
 
     def _covered(self, agent: AgentSeat, seats: dict[int, Seat] | None = None) -> list[Seat]:
-        """Those of `seats`, or of the ranks that are there, that this agent looks after."""
+        """Return those of `seats` (default: the connected ranks) that this agent watches."""
         return [
             seat
             for _, seat in sorted((self._present() if seats is None else seats).items())

@@ -1,20 +1,18 @@
-"""Ranks of several hosts: shared memory inside each, TCP between them. It is what a job takes by
-itself.
+"""The default transport of a job: shared memory between ranks of one host, TCP between hosts.
 
     node 0          node 1
     r0 ---------- r2      ----   TCP connections (tcp.py): also r0 to r3, r1 to r2
     ||            ||
-    ||            ||      ||     two rings in shared memory (shm/), and boards for the groups inside
-                                 a node
+    ||            ||      ||     two rings in shared memory (shm/), and boards for groups in a node
     r1 ---------- r3
 
-One engine drives both kinds of links: it sleeps on the doorbells of some and the connections of
-others, and a peer is lost when either ends. The bytes of a message are the same, so is the order of
-additions: an algorithm gives the same bits over any links. The transport's name says what the job
-got: "shm", "tcp", or "shm+tcp".
+One engine drives both kinds of links: it sleeps on the doorbells of the rings and on the
+connections, and a peer is lost when either ends. The bytes of a message and the order of additions
+are the same, so an algorithm gives the same bits over any links. The transport's name says which
+links the job uses: "shm", "tcp", or "shm+tcp".
 
-Ranks share memory if they are on one host and their launcher counts them to one node. So `--nnodes
-2` on one laptop gives two nodes with TCP between them.
+Ranks share memory if they are on one host and their launcher puts them on one node. So `--nnodes 2`
+on one laptop gives two nodes with TCP between them.
 """
 
 import socket
@@ -33,13 +31,13 @@ from minidist.errors import CommError
 def connect(
     link: MonitorClient, token: bytes, limit: float, *, host: str, node: int, kind: str = "auto"
 ) -> Transport:
-    """This rank's rings to the ranks it shares memory with, and its connections to all others.
+    """Connect this rank: by rings to the ranks that share memory with it, by TCP to all others.
 
     Links inside a host are made first, so no two ranks wait for each other.
 
-    Args:    host: the address to listen at: this host's own, as the other ranks see it; node: this
-             rank's;
-             kind: "tcp" shares no memory, "shm" connects ranks of one host only, whatever their
+    Args:    host: the address to listen at: this host's own, as seen by the other ranks; node: this
+             rank's node; kind: "tcp" shares no memory, "shm" connects ranks of one host only,
+             whatever their nodes.
              nodes.
     Raises:  PeerLostError, HandshakeError, TimeoutError: see full_mesh.connect; CommError if shm
              finds several hosts.
@@ -90,10 +88,10 @@ connect_shm = partial(connect, kind="shm")
 
 
 def shared_by(node: int) -> str:
-    """Equal on ranks that can share memory: the running system, by a name that no other has, and
-    the node.
+    """Return a text that is equal on ranks that can share memory: a unique name of the running
+    system, and the node.
 
-    Two containers of one host may have a network each: sockets without a file, by which memory is
-    handed over, do not reach from one to the other.
+    Two containers of one host may have separate networks: the sockets without a file that hand over
+    memory do not connect them.
     """
     return f"{system_and('net')} {node}"

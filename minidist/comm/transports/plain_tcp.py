@@ -1,23 +1,22 @@
-"""A transport to read: blocking sockets, one thread a peer, nothing else. Lessons 01 and 02 walk
-through it.
+"""A transport for reading: blocking sockets and one thread per peer, nothing else. Lessons 01 and
+02 explain it.
 
-    rank 0                                                     rank 1
-    start_send: header, payload ---- one connection ----> read, a thread: header, payload -->
-    mailbox
-                                                          wait: mailbox --> the array of the receive
+    rank 0                                              rank 1
+    start_send: header, payload -- one connection -->   read, a thread: header, payload --> mailbox
+                                                        wait: mailbox --> the array of the receive
 
-    connect   every rank listens and tells the others where; each rank dials the lower ranks and
-              admits the higher ones
+    connect   every rank listens and sends its address to the others; each rank dials the lower
+              ranks and admits the higher ones
     frame     a header of 28 bytes (group, sequence, length of meta, length of payload), then meta,
               then the payload
     send      blocks until the kernel has taken every byte
-    receive   a thread for each peer reads frames for ever and puts them into the mailbox
+    receive   a thread for each peer reads frames forever and puts them into the mailbox
               (mailbox.py matches them)
 
-Two ranks that send to each other at once do not deadlock: neither send waits for the other rank's
-program, because the reading thread there empties the connection. The price is memory, and a copy:
-every message is stored whole before the receive takes it. tcp/ keeps the same promises without
-either; it is what jobs use.
+Two ranks that send to each other at the same time do not deadlock: neither send waits for the other
+rank's program, because the reading thread there empties the connection. The price is memory and a
+copy: every message is stored completely before the receive takes it. tcp.py keeps the same promises
+without these costs; jobs use it.
 """
 
 import queue
@@ -44,7 +43,7 @@ from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutErro
 HEADER = struct.Struct("<QQIQ")  # group, sequence, bytes of meta, bytes of payload
 REASON_LIMIT = 2.0  # seconds that the monitor has to say why a connection ended
 
-# that have proven themselves, with their ranks
+# connections that have passed the handshake, with their ranks
 Callers = queue.SimpleQueue[tuple[int, socket.socket]]
 
 
@@ -55,11 +54,11 @@ Callers = queue.SimpleQueue[tuple[int, socket.socket]]
 def connect(
     link: MonitorClient, token: bytes, limit: float, *, host: str, node: int = 0
 ) -> "PlainTcp":
-    """This rank's connections to all others: dial every lower rank, admit every higher one.
+    """Connect this rank to all others: dial every lower rank, admit every higher one.
 
-    Args:    host: the address to listen at: this host's own, as the other ranks see it.
-    Raises:  HandshakeError if a rank dialled is not of this job; OSError if it cannot be reached;
-             TimeoutError naming the ranks that did not come.
+    Args:    host: the address to listen at: this host's own, as seen by the other ranks.
+    Raises:  HandshakeError if a dialled rank is not of this job; OSError if it cannot be reached;
+             TimeoutError naming the ranks that did not connect.
     """
     connections: dict[int, socket.socket] = {}
     callers: Callers = queue.SimpleQueue()
@@ -84,7 +83,7 @@ def connect(
 
 
 def accept(listener: socket.socket, token: bytes, callers: Callers) -> None:
-    """The body of a thread: answer each caller in a thread of its own, so that a silent stranger
+    """Answer callers forever (body of a thread): each in its own thread, so that a silent stranger
     delays no rank."""
 
     def answer(sock: socket.socket) -> None:
@@ -103,15 +102,15 @@ def accept(listener: socket.socket, token: bytes, callers: Callers) -> None:
 
 
 def send_all(sock: socket.socket, header: bytes, payload: np.ndarray) -> None:
-    """Send every byte of both; returns when the kernel has taken them. Raises OSError if the
+    """Send every byte of both; return when the kernel has taken them. Raises OSError if the
     connection breaks."""
     sock.sendall(header)
     sock.sendall(payload.view(np.uint8).data)
 
 
 def receive(sock: socket.socket, nbytes: int) -> np.ndarray:
-    """The next `nbytes` bytes, however many pieces they come in. Raises EOFError if the connection
-    ends before."""
+    """Return the next `nbytes` bytes, received in any number of pieces. Raises EOFError if the
+    connection ends first."""
     data = np.empty(nbytes, np.uint8)
     missing = data.data
     while missing:
@@ -128,13 +127,13 @@ def receive(sock: socket.socket, nbytes: int) -> np.ndarray:
 
 
 class PlainTcp(Mailbox):
-    """One rank's mailbox, filled from its connections."""
+    """A rank's mailbox, filled from its connections."""
 
     def __init__(
         self, world_rank: int, limit: float, connections: Mapping[int, socket.socket]
     ) -> None:
         self._connections = connections
-        # a message leaves in one piece
+        # a message is sent in one piece
         self._sending = {rank: threading.Lock() for rank in connections}
         self._sent: Counter[int] = Counter()
         self._taken: Counter[int] = Counter()
@@ -158,7 +157,7 @@ class PlainTcp(Mailbox):
             reader.start()
 
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
-        """Send a message whole; the handle that returns is complete."""
+        """Send a whole message; the returned handle is complete."""
         send = MailSend(self, peer, tag, view, meta)
         sock = self._connections[peer]
         header = HEADER.pack(tag.group, tag.sequence, len(meta), view.nbytes)
@@ -174,8 +173,8 @@ class PlainTcp(Mailbox):
         return send
 
     def read(self, peer: int, sock: socket.socket) -> None:
-        """The body of a reading thread: put every message of a peer into the mailbox, until its
-        connection ends."""
+        """Put every message of a peer into the mailbox, until its connection ends (body of a
+        thread)."""
         try:
             while True:
                 group, sequence, meta_bytes, nbytes = HEADER.unpack(receive(sock, HEADER.size).data)
@@ -183,22 +182,21 @@ class PlainTcp(Mailbox):
                 message = MailSend(self, peer, Tag(group, sequence), receive(sock, nbytes), meta)
                 message.complete = True
                 self.deliver(peer, message)
-                self._taken[peer] += 1  # afterwards: until then the message counts as on its way
+                self._taken[peer] += 1  # last: until then the message counts as in flight
         except (EOFError, OSError) as error:
             self.ended(peer, str(error))
 
     def watch(self) -> None:
-        """The body of a thread: end a connection that swallows packets, which its reader then
-        tells."""
+        """End connections that lose packets (body of a thread); their readers then report it."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._closing, 1.0):
                 for peer in [peer for peer, sock in self._connections.items() if is_silent(sock)]:
-                    self.waits.cut(peer)  # which may wait for what this rank has sent
+                    self.waits.cut(peer)  # the peer may wait for a message of this rank
                     self._shut(self._connections[peer], socket.SHUT_RDWR)
 
     def ended(self, peer: int, why: str) -> None:
-        """The connection to a peer ended. The monitor mostly says why in a moment, or waits for it
-        raise this."""
+        """Lose a peer whose connection ended. The monitor usually gives the reason in a moment;
+        else waits raise this `why`."""
         deadline = time.monotonic() + REASON_LIMIT
         left = False
         while not (told := self._told(peer)) and time.monotonic() < deadline:
@@ -219,7 +217,7 @@ class PlainTcp(Mailbox):
         self._shut(self._connections[peer])
 
     def _told(self, peer: int) -> bool:
-        """Whether it is known, in a moment, why the connection to a peer ended."""
+        """Return whether the reason for the end of a peer's connection arrives within 0.1 s."""
         with self._changed:
             return bool(
                 self._changed.wait_for(
@@ -233,7 +231,7 @@ class PlainTcp(Mailbox):
             self._shut(sock)  # ends a send that blocks
 
     def close(self) -> None:
-        """End the connections and the threads that read them."""
+        """End the connections and their reading threads."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -249,8 +247,8 @@ class PlainTcp(Mailbox):
             sock.shutdown(how)
 
     def _reason(self, peer: int, error: OSError) -> Exception:
-        """What a send that failed raises: a TimeoutError, or why the peer is lost, as the monitor
-        says it."""
+        """Return the error of a failed send: TimeoutError, or the loss of the peer with the
+        monitor's reason."""
         if isinstance(error, socket.timeout):  # noqa: UP041
             return TimeoutError(
                 f"rank {self.world_rank} waited {self.limit:g} s for rank {peer} to take a message"

@@ -1,17 +1,16 @@
-"""Ranks as processes that talk over TCP and nothing else, on one host or several: nothing to
-install.
+"""Ranks as processes that communicate only over TCP, on one host or several: nothing to install.
 
 One connection between every two ranks, made at the start (full_mesh.py). plain_tcp.py does the same
-without an engine. Here no socket is waited for. A message leaves in one `sendmsg` of header and
-payload. On the other side
+without an engine. Here no operation blocks on a socket. A message is sent by one `sendmsg` of
+header and payload. The receiver takes
 
-    small messages    come with their header in one recv, into the buffer, and are copied out of it
-    copies            are received straight into the array they are for
-    reductions        are received into the buffer, at most 256 KiB at once, and added from there
-                      while it is in the cache; nothing of the size of the message is allocated
+    small messages    with their header in one recv, into the buffer, and copies them from there
+    copies            straight into their array
+    reductions        into the buffer, at most 256 KiB at once, and adds them from there while they
+                      are in the cache; nothing of the size of the message is allocated
 
-A link that swallows packets is lost after acceptor.SILENCE s: the kernel finds it while everything
-that was sent is acknowledged (keep-alive), and whoever waits looks at the rest (poll_loop.py).
+A link that loses packets is lost after acceptor.SILENCE s: the kernel finds it while everything
+sent is acknowledged (keep-alive), and a waiting rank checks the other case (poll_loop.py).
 
 Cost of a message: one copy into the kernel and one out of it, about 3 system calls for each 128
 KiB.
@@ -29,19 +28,19 @@ from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.progress.poll_loop import PolledLink
 from minidist.device import account
 
-# of a socket, each way, where the system grants so much: with less the sides wait more
+# of a socket, each way, if the system allows it: with less, the sides wait more
 BUFFER_BYTES = 2 << 20
-BUFFERED_BYTES = 256 << 10  # most that is received at once for a reduction
-READ_AHEAD = 16 << 10  # most that is received beside a header
-# most bytes of a message that is received with its header, if both are known before
+BUFFERED_BYTES = 256 << 10  # maximum received at once for a reduction
+READ_AHEAD = 16 << 10  # maximum received together with a header
+# maximum bytes of a message that is received with its header, if both are known before
 SHORT = 128 << 10
-# of a long message, a wake-up for no less: each costs as much as copying 100 KiB
+# bytes of a long message that must arrive before a wake-up, which costs as much as copying 100 KiB
 LOW_WATER = 256 << 10
 SPINS = 20  # looks at the connections before sleeping
 
 
 def listen(host: str) -> socket.socket:
-    """A listener at a free port of `host`."""
+    """Return a listener at a free port of `host`."""
     listener = _tcp_socket(host)
     listener.bind((host, 0))
     listener.listen(QUEUE)
@@ -49,13 +48,13 @@ def listen(host: str) -> socket.socket:
 
 
 def dial(info: dict[str, Any], limit: float) -> socket.socket:
-    """A connection to the listener of the rank that told its "host" and "port"."""
+    """Return a connection to the listener of the rank with this "host" and "port"."""
     return full_mesh.dial(_tcp_socket(info["host"]), (info["host"], info["port"]), limit)
 
 
 def _tcp_socket(host: str) -> socket.socket:
-    """Buffers are sized before it connects or listens (what it accepts inherits them): TCP fixes
-    its window then."""
+    """Return a socket with buffers sized before it connects or listens (accepted sockets inherit
+    them): TCP then fixes its window."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
@@ -63,7 +62,7 @@ def _tcp_socket(host: str) -> socket.socket:
 
 
 class TcpLink(PolledLink):
-    """One connected stream socket. `_buffer[_start:_stop]` has been received and not consumed."""
+    """A connected stream socket. `_buffer[_start:_stop]` is received but not consumed."""
 
     short = SHORT
 
@@ -73,9 +72,9 @@ class TcpLink(PolledLink):
             keep_alive(sock)
             _choose_congestion_control(sock)
         self._sock = sock
-        self._buffer = np.empty(0, np.uint8)  # made when first needed: a ring uses few links
+        self._buffer = np.empty(0, np.uint8)  # allocated at first use: a ring uses few links
         self._start = self._stop = 0
-        self._low_water = self._expected = 1  # as set on the socket; bytes known to come
+        self._low_water = self._expected = 1  # as set on the socket; bytes known to arrive
 
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
         try:
@@ -130,7 +129,7 @@ class TcpLink(PolledLink):
         self._stop = left
 
     def _fill(self, most: int, expected: int) -> None:
-        """Receive up to `most` bytes behind those that are buffered."""
+        """Receive up to `most` bytes, after the bytes already in the buffer."""
         if not len(self._buffer):
             self._buffer = account.current().hold(
                 np.empty(BUFFERED_BYTES, np.uint8), "communication"
@@ -140,7 +139,8 @@ class TcpLink(PolledLink):
         self._stop += self._receive(self._buffer[self._stop : self._stop + most], expected)
 
     def _receive(self, into: np.ndarray, expected: int) -> int:
-        """Bytes received, 0 if there are none now; then `expected` are known to come."""
+        """Return the bytes received; 0 if none are there now; then `expected` are known to
+        arrive."""
         try:
             received = self._sock.recv_into(into.data)
         except BlockingIOError:
@@ -162,16 +162,16 @@ class TcpLink(PolledLink):
         return (select.POLLIN if reading else 0) | (select.POLLOUT if writing else 0)
 
     def resends(self) -> bool:
-        """After RESENT times without an answer: 1.4 s on a quick link. A peer that stands still
-        answers."""
+        """Return whether a packet was sent RESENT times without an answer: after 1.4 s on a fast
+        link. A stopped peer still answers."""
         return unanswered(self._sock)[0] >= RESENT
 
     def silent(self) -> bool:
         return is_silent(self._sock)
 
     def close(self) -> None:
-        """Read what is left: else the kernel resets the connection, and may drop the last bytes
-        sent."""
+        """Read the remaining bytes, then close: else the kernel resets the connection, and may drop
+        the last bytes sent."""
         scrap = np.empty(BUFFERED_BYTES, np.uint8)
         with suppress(OSError, EOFError):
             while self._receive(scrap, expected=1):
@@ -180,7 +180,7 @@ class TcpLink(PolledLink):
 
 
 def _choose_congestion_control(sock: socket.socket) -> None:
-    """On loopback BBR, the default of some systems, costs a quarter of the speed."""
+    """Choose reno on loopback: BBR, the default of some systems, costs a quarter of the speed."""
     if hasattr(socket, "TCP_CONGESTION") and sock.getpeername()[0] in ("127.0.0.1", "::1"):
         with suppress(OSError):  # not among those this user may choose
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

@@ -1,9 +1,9 @@
 """Ranks as threads of one process: for tests, first lessons, and reading.
 
-    results = run_threads(fn, args, size=4, limit=60)      # fn(world, *args) on every rank; results
-                                                           in rank order
+    results = run_threads(fn, args, size=4, limit=60)   # fn(world, *args) on every rank;
+                                                        # results in rank order
 
-The transport is in mailbox.py; here is what starts the ranks, and ends them all when one fails.
+The transport is in mailbox.py; this file starts the ranks, and ends all of them when one fails.
 """
 
 import threading
@@ -29,11 +29,11 @@ _GRACE = 5.0  # seconds that ranks get to end after one has failed
 
 
 def name_rank(error: BaseException, world_rank: int) -> BaseException:
-    """The same exception, its traceback untouched, its message now beginning with the rank: "rank
-    3: …".
+    """Return the same exception with its traceback; its message now begins with the rank: "rank 3:
+    …".
 
-    One whose message is not its first argument (KeyError, OSError, …) gets a CommError that names
-    the rank as cause.
+    If its message is not its first argument (KeyError, OSError, …), it gets a cause instead: a
+    CommError that names the rank.
     """
     if begin_with_rank(error, world_rank):
         return error
@@ -44,8 +44,8 @@ def name_rank(error: BaseException, world_rank: int) -> BaseException:
 
 
 class ThreadListener(WaitListener):
-    """Has a rank's lasting waits told to the arbiter of its run; the rank's program is its
-    thread."""
+    """The listener of a rank's long waits, which reports them to the arbiter of its run; the rank's
+    program is its thread."""
 
     def __init__(self, job: "ThreadJob", rank: int) -> None:
         self._job = job
@@ -68,7 +68,7 @@ class ThreadListener(WaitListener):
 
 
 class ThreadJob:
-    """One run: its ranks, their results, and the first failure."""
+    """A run: its ranks, their results, and the first failure."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class ThreadJob:
             transport.profile = profile
         self.results: list[Any] = [None] * size
         self.failure: tuple[int, BaseException] | None = None
-        self.ended = False  # a rank has failed, and all others have been told how
-        self.expendable: set[int] = set()  # ranks without which the run goes on
+        self.ended = False  # a rank has failed, and all others have got the error
+        self.expendable: set[int] = set()  # ranks without which the run continues
         self.running = set(range(size))
         self.changed = threading.Condition(threading.RLock())
         self.threads = [
@@ -97,13 +97,13 @@ class ThreadJob:
             for rank in range(size)
         ]
         self.arbiter = Arbiter(self.ask, self.tell)
-        self.news: set[int] = set()  # ranks with a new state that the arbiter has not heard
+        self.news: set[int] = set()  # ranks with a new state that the arbiter has not received
         for rank, transport in enumerate(self.transports):
             transport.waits.listener = ThreadListener(self, rank)
 
     def start(self) -> None:
-        """Start the ranks. Raises: LaunchError if the system has no room for a thread; those that
-        run are ended."""
+        """Start the ranks. Raises: LaunchError if the system cannot start another thread; the
+        started ranks are ended."""
         for rank, thread in enumerate(self.threads):
             try:
                 thread.start()
@@ -115,7 +115,7 @@ class ThreadJob:
                 ) from error
 
     def run_rank(self, rank: int) -> None:
-        """The body of a rank's thread."""
+        """Run a rank: the body of its thread."""
         world = Group(self.transports[rank], Ledger(rank), tuple(range(self.size)))
         try:
             self.results[rank] = self.fn(world, *self.args)
@@ -123,7 +123,7 @@ class ThreadJob:
         except BaseException as error:  # run_threads raises it in the caller
             world.ledger.flight.end(*ending(error))
             self.fail(rank, error)
-            with suppress(CommError):  # started calls now fail; their error is not the one to tell
+            with suppress(CommError):  # started calls now fail; their error is not the first one
                 world.close()
         finally:
             with self.changed:
@@ -131,7 +131,7 @@ class ThreadJob:
                 self.note(rank)
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Remember the first failure; every other rank learns of it at its present or next wait."""
+        """Record the first failure; every other rank raises it at its current or next wait."""
         with self.changed:
             if self.failure is not None:
                 return
@@ -149,8 +149,8 @@ class ThreadJob:
             self.changed.notify_all()
 
     def wait(self) -> bool:
-        """Whether all ranks ended, or one failed, within the limit. Meanwhile this thread is the
-        arbiter's."""
+        """Return whether all ranks ended, or one failed, within the limit. Meanwhile run the
+        arbiter in this thread."""
         deadline = time.monotonic() + self.limit
         while (left := deadline - time.monotonic()) > 0:
             due = self.arbiter.due()
@@ -174,23 +174,23 @@ class ThreadJob:
         return False
 
     def note(self, rank: int) -> None:
-        """A lasting wait of a rank has begun or ended, or the rank has ended."""
+        """Note that a long wait of a rank has begun or ended, or that the rank has ended."""
         with self.changed:
             self.news.add(rank)
             self.changed.notify_all()
 
     def ask(self, ranks: list[int], number: int) -> None:
-        """The arbiter asks what these ranks wait for."""
+        """Pass the states of these ranks to the arbiter, as its answer."""
         for rank in ranks:
             self.arbiter.heard(rank, self.transports[rank].waits.state(), number)
 
     def tell(self, verdict: Verdict) -> None:
-        """The arbiter has decided: the ranks it concerns raise that."""
+        """Make the ranks of the arbiter's verdict raise its error."""
         for rank in verdict.ranks:
             self.transports[rank].abort(getattr(errors, verdict.error)(verdict.text))
 
     def stop(self) -> None:
-        """End the ranks that still run, each at its present or next wait."""
+        """End the ranks that still run, each at its current or next wait."""
         if self.running:
             for transport in self.transports:
                 transport.abort(CommError("the run has ended"))
@@ -200,7 +200,8 @@ class ThreadJob:
             transport.close()
 
     def table(self, said: Mapping[int, State] | None = None) -> str:
-        """What each rank does, a line each, and which rank the others wait for."""
+        """Return what each rank does, one line each, and how late ranks are that others wait
+        for."""
         with self.changed:
             running = set(self.running)
         states = {
@@ -221,11 +222,11 @@ def run_threads(
     unbuffered: bool = False,
     profile: Profile | None = None,
 ) -> list[Any]:
-    """Run `fn(world, *args)` on `size` ranks, each a thread with a ledger of its own and
-    (account.py) a memory account.
+    """Run `fn(world, *args)` on `size` ranks, each a thread with its own ledger and memory account
+    (account.py).
 
-    Args:    profile: what messages cost, for algorithm="auto"; None for the defaults.
-    Returns: what each rank returned, in rank order.
+    Args:    profile: the cost of messages, for algorithm="auto"; None for the defaults.
+    Returns: the results of the ranks, in rank order.
     Raises:  the first failure of any rank, of its own type and with its own traceback, naming the
              rank (see name_rank); the other ranks are ended by PeerLostError, which is raised too
              where a rank left by sys.exit(0). TimeoutError if a rank has not ended after `limit`
@@ -247,7 +248,7 @@ def run_threads(
                 and isinstance(error.code, int | None)
                 and not (error.code or 0) & 0xFF
             ):
-                # the program would end as if all were well
+                # else the program would end without an error
                 raise Failure.by_exception(error, rank).error() from error
             raise name_rank(error, rank)
         return job.results

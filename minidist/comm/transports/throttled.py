@@ -1,16 +1,16 @@
-"""Links that take their time: any transport, each message held back for α + n·β seconds, without
-burning a core.
+"""Slow links: any transport, with each message delayed by α + n·β seconds, without use of the
+processor.
 
     with delayed(world, alpha=50e-6, beta=8e-9) as slow:        # a gigabit network: 50 µs, 125 MB/s
         slow.all_reduce(x)
 
 On one host a transfer keeps the processor busy, so two cores cannot show communication hidden
-behind computation, nor the cost of an algorithm's steps on a network. Here they can: the time of a
-transfer is spent asleep.
+behind computation, nor the cost of an algorithm's steps on a network. With delayed links they can:
+during the time of a transfer the thread sleeps.
 
 Each rank has one port, as a machine has one network card: its messages leave one after the other,
 n·β seconds each, and arrive α seconds after the last byte has left. A thread of the rank waits for
-that moment and gives the message to the transport below; the receiver's side is not slowed.
+this time and then passes the message to the inner transport; receiving is not slowed.
 
 notes: N4 §1.
 """
@@ -33,7 +33,7 @@ from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
 @dataclass(eq=False)
 class _Held(Handle):
-    """A message that is to be handed on at `due`."""
+    """A message that is to be passed on at time `due`."""
 
     port: "Delayed"
     peer: int
@@ -42,7 +42,7 @@ class _Held(Handle):
     meta: bytes
     due: float
     handed: threading.Event = field(default_factory=threading.Event)
-    below: Handle | None = None  # the transport's handle, once handed on
+    below: Handle | None = None  # the inner transport's handle, once passed on
     error: CommError | None = None
 
     def wait(self) -> None:
@@ -62,8 +62,8 @@ class _Held(Handle):
 
 
 class Delayed(Transport):
-    """The transport `inner`, its messages held back for `alpha` seconds each and `beta` a byte, in
-    order.
+    """The transport `inner`, with its messages delayed by `alpha` seconds each and `beta` per byte,
+    in order.
 
     Raises: ConfigError if one of them is negative or no number.
     """
@@ -85,7 +85,7 @@ class Delayed(Transport):
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Held | None] = queue.SimpleQueue()
         self._receivers: list[int] = []  # of the messages that are held, in order
-        self._ended = threading.Event()  # an error holds no message back
+        self._ended = threading.Event()  # after an error, no message is delayed
         self._thread = threading.Thread(
             target=self._run, name=f"rank {self.world_rank} port", daemon=True
         )
@@ -121,7 +121,7 @@ class Delayed(Transport):
         self.inner.lose(error)
 
     def close(self) -> None:
-        """Hand on the messages still held, and end the port's thread; the transport below stays
+        """Pass on the messages still delayed, and end the port's thread; the inner transport stays
         open."""
         self._queue.put(None)
         self._thread.join()
@@ -129,11 +129,11 @@ class Delayed(Transport):
         self.waits.ends.remove(self._drop)
 
     def _drop(self, error: CommError) -> None:
-        """Hold no message any longer: present and later ones raise `error`."""
+        """Delay no message any longer: current and later messages raise `error`."""
         self._ended.set()
 
     def _run(self) -> None:
-        """Hand on each message at its time; end when the port is closed and empty."""
+        """Pass on each message at its time; end when the port is closed and empty."""
         while (held := self._queue.get()) is not None:
             self._ended.wait(max(0.0, held.due - time.monotonic()))
             held.error = self.waits.error
@@ -150,9 +150,9 @@ class Delayed(Transport):
 
 @contextlib.contextmanager
 def delayed(group: Group, *, alpha: float, beta: float) -> Iterator[Group]:
-    """The same ranks over delayed links, with an id of their own: both groups may be used at once.
+    """Yield a group of the same ranks over delayed links; both groups may be used at once.
 
-    Every rank of the group enters and leaves together, as with `split`.
+    All ranks of the group enter and leave together, as with `split`.
     """
     transport = Delayed(group.transport, alpha=alpha, beta=beta)
     slow = Group(

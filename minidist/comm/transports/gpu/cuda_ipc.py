@@ -5,14 +5,14 @@
     rank 1's memory   turn 0 | turn 1
 
 It is the board of exchange_board.py on the GPU. A `show`: copy into the turn, record the turn's
-event, tell the others over the host that it is recorded, let the side's stream wait for their
+event, notify the others over the host that it is recorded, make the side's stream wait for their
 events. Turns are used alternately: before a rank writes a turn again, it has waited for events that
 the others recorded after they had read it. The host waits for ranks, never for the GPU, and a rank
 that dies leaves no kernel that waits for it.
 
 The exported memory is whole allocations of cudaMalloc: an array of CuPy's pool is part of a larger
-one, which the pool may divide again while another process reads it. The price is one copy inside
-the GPU. Handles are opened once, at a group's first call, and closed with the world: part().
+allocation, which the pool may divide again while another process reads it. The price is one copy
+inside the GPU. Handles are opened once, at a group's first call, and closed with the world: part().
 
 Reductions add in rank order, low precision in float32 (kernels/ring_add.cu): the same bits on all
 ranks.
@@ -35,25 +35,25 @@ from minidist.device.dispatch import kernel
 from minidist.errors import CommError, PeerLostError
 
 TURN_BYTES = 32 << 20
-"""Most that a rank shows at a time."""
+"""Maximum bytes that a rank shows at a time."""
 
 MOMENT = 0.5
-"""Seconds that the others get to read, where the job has failed and no word comes."""
+"""Seconds that the others have to read, if the job has failed and they send no word."""
 
 LET_GO = WORDS + 1
-"""The tag's sequence for the word that a rank has closed all memory that another has exported."""
+"""The sequence of the tag of the message that a rank has closed all memory that another exports."""
 
-_HANDLE_BYTES = 64  # of memory and of events alike
+_HANDLE_BYTES = 64  # of memory handles and of event handles
 _TURNS = 2
 
 
 def places_and_reach(gpu: Gpu, link: MonitorClient, place: str) -> tuple[list[str], bool]:
-    """The GPU of each rank, and whether every rank can open the memory of those that share its own.
-    `place`: ours."""
+    """Return the GPU of each rank, and whether every rank can open the memory of the ranks that
+    share its GPU. `place`: this rank's GPU."""
     runtime = gpu.cupy.cuda.runtime
     memory = gpu.cupy.cuda.Memory(1)
     own = b""
-    with suppress(runtime.CUDARuntimeError):  # a container without the right to, or another system
+    with suppress(runtime.CUDARuntimeError):  # a container without the right, or another system
         own = runtime.ipcGetMemHandle(memory.ptr)
     infos = link.meet({"gpu": place, "ipc": own})
     handles = [info["ipc"] for info in infos if info["gpu"] == place]
@@ -68,7 +68,7 @@ def places_and_reach(gpu: Gpu, link: MonitorClient, place: str) -> tuple[list[st
 
 
 class IpcNative(GpuNative):
-    """Collectives of ranks that share a GPU."""
+    """The collectives of ranks that share a GPU."""
 
     def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
         super().__init__(gpu, side, group, world_ranks)
@@ -87,7 +87,7 @@ class IpcNative(GpuNative):
         self._turn = 0
 
     def _board(self, rank: int, handles: bytes) -> tuple[Array, list[int]]:
-        """A rank's turns, (_TURNS, TURN_BYTES) uint8, and their events."""
+        """Return a rank's turns, (_TURNS, TURN_BYTES) uint8, and their events."""
         address = self._memory.ptr
         events = [event.ptr for event in self._recorded]
         if rank != self._rank:
@@ -117,7 +117,7 @@ class IpcNative(GpuNative):
         del self._memory, self._recorded
 
     def _show(self, octets: Array) -> list[Array]:
-        """Show at most TURN_BYTES. Returns each rank's turn, valid until the next show but one."""
+        """Show at most TURN_BYTES. Return each rank's turn, valid until the second next show."""
         turn = self._turn
         self._turn = 1 - self._turn
         if octets.size:
@@ -132,7 +132,7 @@ class IpcNative(GpuNative):
     def _look(
         self, mine: Array | None, longest: int, wanted: Mapping[int, tuple[int, Array]]
     ) -> None:
-        """Show `mine` in rounds, enough for `longest` bytes; `wanted`: by rank, (start, place to
+        """Show `mine` in rounds, enough for `longest` bytes; `wanted`: by rank, (start, array to
         fill)."""
         for begin in range(0, longest, TURN_BYTES):
             end = begin + TURN_BYTES
@@ -189,7 +189,7 @@ class IpcNative(GpuNative):
         self._reduce(x, out, sum(counts[: self._rank]), op)
 
     def _reduce(self, x: Array, out: Array, start: int, op: str) -> None:
-        """All ranks' x combined, its elements from `start` on into `out`; in rank order."""
+        """Combine all ranks' x in rank order; write the elements from `start` on to `out`."""
         step = TURN_BYTES // x.dtype.itemsize
         for begin in range(0, x.size, step):
             shown = self._show(x[begin : begin + step].view(np.uint8))
@@ -205,7 +205,7 @@ class IpcNative(GpuNative):
 
 
 def _combine(values: Sequence[Array], out: Array, op: str) -> None:
-    """out = the values of two ranks or more, combined in their order; low precision in float32,
+    """Write to `out` the values of two ranks or more, combined in order; low precision in float32,
     rounded once."""
     add = (
         kernel("ring_add", *values, out)
@@ -225,14 +225,14 @@ def _combine(values: Sequence[Array], out: Array, op: str) -> None:
 
 
 def part(gpu: Gpu, boards: Sequence[IpcNative]) -> None:
-    """The end of these boards; the GPU has finished this rank's calls.
+    """Close these boards; the GPU has finished this rank's calls.
 
-        close the others' memory -> tell each of them, over the host -> hear it from each -> free
-        the own
+        close the others' memory -> notify each of them over the host -> wait for the same message
+        from each -> free the own memory
 
-    So no rank frees memory that another has open, as CUDA asks. A lost rank has none open. If a
+    So no rank frees memory that another has open, as CUDA requires. A lost rank has none open. If a
     rank does not answer within the limit, or the job has failed, the memory stays until this
-    process ends, a MOMENT later at least.
+    process ends, at least a MOMENT later.
     """
     if not boards:
         return
@@ -248,8 +248,8 @@ def part(gpu: Gpu, boards: Sequence[IpcNative]) -> None:
 
 
 def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
-    """Tell the others that this rank has closed their memory; whether all of them say so too, or
-    are lost."""
+    """Notify the others that this rank has closed their memory; return whether each has done the
+    same or is lost."""
     transport = gpu.transport
     tag = Tag(0, LET_GO)
     handles = [

@@ -1,5 +1,5 @@
-"""Ranks with GPUs: arrays of CuPy go from GPU to GPU by NCCL, everything else over a host transport
-(auto.py).
+"""Ranks with GPUs: CuPy's arrays are sent from GPU to GPU by NCCL, everything else over a host
+transport (auto.py).
 
     a call with CuPy arrays    the ranks agree, over the host     dissemination's barrier with the
                                signature (native.py)
@@ -10,12 +10,12 @@
     any other call             as on auto                         host arrays; `algorithm="ring"` on
                                                                   CuPy arrays, which are staged
 
-A group's communicator is made by its first such call; its first rank draws the id, and tells it
-over the host. It has a stream of its own, because two groups' calls may reach the GPU in another
-order on another rank. When a call outlasts the limit (staging.py), or a peer is lost, the transport
-is aborted; ncclCommAbort then ends the kernels, and the waits for them. Ranks that share one GPU
-take CUDA IPC (cuda_ipc.py); NCCL before 2.30, or without NCCL_MULTI_RANK_GPU_ENABLE=1, refuses
-them.
+A group's first call with CuPy arrays makes its communicator; its first rank draws the id, and sends
+it over the host. The communicator has its own stream, because two groups' calls may reach the GPU
+in another order on another rank. When a call exceeds the limit (staging.py), or a peer is lost, the
+transport is aborted; ncclCommAbort then ends the kernels, and the waits for them. Ranks that share
+one GPU use CUDA IPC (cuda_ipc.py); NCCL before 2.30, or without NCCL_MULTI_RANK_GPU_ENABLE=1,
+refuses them.
 
 Source: NCCL user guide (stream semantics, group calls, communicator abort). Run on one H200: NCCL
 of one rank, 2 and 3 ranks by CUDA IPC. Between several GPUs not yet.
@@ -55,7 +55,7 @@ _OPS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
 
 
 def connect(link: MonitorClient, transport: Transport) -> Transport:
-    """Give a connected host transport this rank's GPU, the next on its host.
+    """Assign this rank a GPU, the next on its host, and add it to the connected host transport.
 
     Raises: LaunchError without CuPy, NCCL or a GPU.
     """
@@ -75,7 +75,7 @@ def connect(link: MonitorClient, transport: Transport) -> Transport:
 
 
 def find() -> Any:
-    """CuPy. Raises: LaunchError, one line, where it, its NCCL or a GPU is missing."""
+    """Return CuPy. Raises: LaunchError, one line, if CuPy, its NCCL or a GPU is missing."""
     try:
         cupy = module_for("cuda")
         from cupy.cuda import nccl
@@ -92,8 +92,8 @@ def find() -> Any:
 class GpuDevice(DeviceTransport):
     """Collectives between the GPUs of the job.
 
-    Args: places  the GPU of each world rank, by a name that no other has
-          ipc     whether ranks that share one can open each other's memory
+    Args: places  the GPU of each world rank, by a unique name
+          ipc     whether ranks that share a GPU can open each other's memory
     """
 
     def __init__(self, gpu: Gpu, places: Sequence[str], ipc: bool) -> None:
@@ -151,7 +151,7 @@ class GpuDevice(DeviceTransport):
             native for native in self._natives.values() if isinstance(native, cuda_ipc.IpcNative)
         ]
         self._natives.clear()
-        self._parted += boards  # keeps memory that could not be freed
+        self._parted += boards  # keeps alive memory that could not be freed
         cuda_ipc.part(self.gpu, boards)
 
     def side(self, group: int) -> GpuSide:
@@ -159,7 +159,7 @@ class GpuDevice(DeviceTransport):
 
 
 class NcclNative(GpuNative):
-    """NCCL among the ranks of one group. An array without elements makes no call: CuPy's has no
+    """NCCL for the ranks of one group. It makes no call for an empty array: CuPy's has no
     address."""
 
     def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
@@ -198,7 +198,7 @@ class NcclNative(GpuNative):
     def reduce_scatter(
         self, x: np.ndarray, out: np.ndarray, counts: Sequence[int], op: str
     ) -> None:
-        def uneven(comm: Any, stream: int) -> None:  # NCCL's own takes equal parts only
+        def uneven(comm: Any, stream: int) -> None:  # NCCL's reduceScatter takes only equal parts
             for root, part in enumerate(parts(x, counts)):
                 if part.size:
                     comm.reduce(
@@ -281,7 +281,7 @@ class NcclNative(GpuNative):
     def _pass_on(
         self, leaving: dict[int, np.ndarray], coming: dict[int, np.ndarray], what: str
     ) -> None:
-        """Sends and receives of one NCCL group, which may wait for each other in any order."""
+        """Queue sends and receives as one NCCL group, in which their order does not matter."""
         leaving, coming = (
             {rank: part for rank, part in way.items() if part.size} for way in (leaving, coming)
         )
@@ -296,7 +296,7 @@ class NcclNative(GpuNative):
             self._queue(what, each)
 
     def _kind_and(self, op: str, x: np.ndarray) -> tuple[int, int]:
-        """NCCL's numbers for the dtype of x, and for the op."""
+        """Return NCCL's numbers for the dtype of x and for the op."""
         return tuple(
             getattr(self._gpu.nccl, f"NCCL_{name}")
             for name in (_KINDS[dtype_name(x.dtype)], _OPS[op])

@@ -1,14 +1,15 @@
-"""NCCL's communicator, and the lanes that messages from GPU to GPU take: two ranks, one way, a
-communicator each.
+"""NCCL's communicator, and the lanes of messages from GPU to GPU: for two ranks and one direction,
+each with its own communicator.
 
     rank 0    lane 0 -> 1    a thread that makes NCCL's calls, in order; a stream    rank 1
               lane 1 -> 0    another; so two ranks may both send first
 
-In one communicator, calls match in the order in which they are made, and each call waits for those
-before it. With all messages of two ranks in one, a send would wait for a receive that stands behind
-another send. A lane has only sends on one side and only receives on the other, both in the headers'
-order, so no circle of waits can form. Its thread also waits for the other rank to come, so that a
-send never does. Deadlock detection does not see these waits; the limit ends them.
+In one communicator, calls match in the order in which they are made, and each call waits for the
+calls before it. If all messages of two ranks used one communicator, a send could wait for a receive
+that is queued after another send. A lane has only sends on one side and only receives on the other,
+both in the headers' order, so no circle of waits can form. Its thread also waits until the other
+rank has joined, so a send never does. Deadlock detection does not see these waits; the limit ends
+them.
 
 Needs several GPUs: not yet run on any.
 """
@@ -33,10 +34,10 @@ _STUCK = 1.0  # seconds that abort() waits for a call of NCCL's to return before
 
 
 class Communicator:
-    """NCCL's communicator on a side's stream. Made by all its ranks; blocks until they have come.
+    """NCCL's communicator on a side's stream. All its ranks make it; this blocks until they have.
 
-    All pairs are connected at once: the first call between two would do so while it holds the lock
-    of NCCL's calls.
+    It connects all pairs at once: otherwise the first call between two ranks would do so while it
+    holds the lock of NCCL's calls.
     """
 
     def __init__(self, gpu: Gpu, side: GpuSide, size: int, id: bytes, rank: int) -> None:
@@ -45,7 +46,7 @@ class Communicator:
         nccl = gpu.nccl
         self._comm = nccl.NcclCommunicator(size, id, rank)
         gpu.ends.append(self.abort)
-        gpu.check()  # aborted before it stood in `ends`
+        gpu.check()  # an abort before this communicator was in `ends`
         gpu.watch.failures.append(self.failure)
         with gpu.device, side.stream:
             words = gpu.cupy.empty(2 * size, np.uint8)
@@ -61,8 +62,8 @@ class Communicator:
         """Put NCCL's kernels into the stream, as one group: `start(communicator, stream)` makes the
         calls.
 
-        The calls return at once, mostly: NCCL may wait for its peers, or for room. The watch ends
-        that at the limit.
+        The calls usually return at once, but NCCL may wait for its peers, or for space. The watch
+        ends that at the limit.
         """
         gpu = self._gpu
         stream = self._side.stream
@@ -88,7 +89,7 @@ class Communicator:
         gpu.watch.follow(f"NCCL's {what}", begun, gpu.event(stream), [])
 
     def failure(self) -> str:
-        """An error that NCCL found by itself (a peer's connection broke, say), or ""."""
+        """Return an error that NCCL itself has found (e.g. a peer's connection broke), or ""."""
         try:
             self._comm.check_async_error()
         except self._gpu.nccl.NcclError as error:
@@ -96,7 +97,7 @@ class Communicator:
         return ""
 
     def abort(self) -> None:
-        """End its kernels, and a call of NCCL's that is stuck."""
+        """End its kernels, and a call of NCCL that is stuck."""
         free = self._gpu.one_at_a_time.acquire(timeout=_STUCK)
         try:
             self._comm.abort()
@@ -106,7 +107,7 @@ class Communicator:
 
 
 class NcclLane(DeviceLane):
-    """A lane as one of its two ranks sees it. Its thread starts with the first message."""
+    """A lane on one of its two ranks. Its thread starts with the first message."""
 
     def __init__(self, gpu: Gpu, src: int, dst: int) -> None:
         self._gpu = gpu
@@ -162,7 +163,7 @@ class NcclLane(DeviceLane):
 
 
 class _Parcel(Handle):
-    """One message in a lane; `queued` is its mark in the side's stream, once the lane's thread has
+    """A message in a lane; `queued` gets its mark in the side's stream when the lane's thread has
     put it there."""
 
     def __init__(self, gpu: Gpu, side: GpuSide, what: str, array: Array) -> None:
@@ -177,7 +178,7 @@ class _Parcel(Handle):
         self._side.join(self.wait_for_thread())
 
     def wait_for_thread(self) -> Any:
-        """The mark, when the lane's thread has put the message into its stream's queue."""
+        """Return the mark, when the lane's thread has put the message into its stream's queue."""
         return self._gpu.outcome(self.queued, self._what)
 
     def done(self) -> bool:

@@ -1,9 +1,9 @@
-"""The GPU of a rank: streams beside the program's, a thread that watches them, words between ranks
-over the host.
+"""The GPU of a rank: the side streams, a thread that watches their work, and short messages between
+ranks over the host.
 
-No call waits for the GPU. A thread looks now and then whether the GPU is done with the queued work,
-so that the limit holds, a lost peer is noticed, and arrays live as long as the GPU uses them. Work
-that waits in vain ends when the watch aborts it (ncclCommAbort).
+No call waits for the GPU. A thread checks now and then whether the GPU has finished the queued
+work, so that the limit holds, a lost peer is noticed, and arrays live as long as the GPU uses them.
+The watch aborts work that waits longer than the limit (ncclCommAbort).
 
 Run on one H200.
 """
@@ -25,20 +25,20 @@ from minidist.device.backend import Array
 from minidist.errors import CommError, TimeoutError
 
 WORDS = 1 << 62
-"""The tag's sequence for words about devices between a group's ranks; not counted."""
+"""The sequence of the tag of messages about devices between a group's ranks; not counted."""
 
-# seconds between the watch's looks
+# seconds between two checks of the watch
 _SHORTEST = 0.0005
 _LONGEST = 0.02
 NOTHING = np.empty(0, np.uint8)
 
 
 class Gpu:
-    """One rank's GPU and the transport on whose behalf it works.
+    """A rank's GPU and the transport for which it works.
 
-    Attributes: error  what the transport was aborted with
-                ends   each aborts work that the GPU waits for
-                nccl   CuPy's module; a thread holds `one_at_a_time` for a call
+    Attributes: error  the error of an aborted transport, else None
+                ends   functions that abort work for which the GPU waits
+                nccl   CuPy's module; a thread holds `one_at_a_time` during a call
     """
 
     def __init__(self, transport: Transport, cupy: Any, device_id: int) -> None:
@@ -53,21 +53,21 @@ class Gpu:
         transport.waits.ends.append(self.abort)
 
     def event(self, stream: Any, *, interprocess: bool = False) -> Any:
-        """An event behind what `stream` holds now."""
+        """Return an event after the current work of `stream`."""
         event = self.cupy.cuda.Event(disable_timing=True, interprocess=interprocess)
         event.record(stream)
         return event
 
     def check(self) -> None:
-        """Raises: what the transport was aborted with."""
+        """Raise the error of an aborted transport, if any."""
         if self.error is not None:
             raise self.error
 
     def abort(self, error: CommError) -> None:
-        """The transport's abort() and close(): no call begins any more, and the work that the GPU
-        waits for ends."""
+        """Abort the GPU's work, at the transport's abort() and close(): no new call begins, and
+        work for which the GPU waits ends."""
         self.error = self.error or error
-        with self.watch.changed:  # its thread ends when no flight is left
+        with self.watch.changed:  # its thread ends when no flight remains
             self.watch.changed.notify_all()
         if self.ends:  # a library may be slow, the caller must not wait
             ends = self.ends
@@ -80,10 +80,10 @@ class Gpu:
                 end()
 
     def within_limit(self, work: Callable[[], Any], what: str) -> Any:
-        """`work()`, which may block in a library for ever, in a thread that is left behind then.
+        """Return `work()`, which may block in a library forever; its thread is then left behind.
 
-        Raises: what the work raises; TimeoutError after the limit; what the transport was aborted
-        with.
+        Raises: the error of the work; TimeoutError after the limit; the error of an aborted
+        transport.
         """
         future: Future[Any] = Future()
 
@@ -98,7 +98,7 @@ class Gpu:
         return self.outcome(future, what)
 
     def outcome(self, future: "Future[Any]", what: str) -> Any:
-        """The result of work in another thread. Raises: as within_limit()."""
+        """Return the result of work in another thread. Raises: as within_limit()."""
         transport = self.transport
         deadline = time.monotonic() + transport.limit
         while not wait([future], _LONGEST).done:
@@ -119,16 +119,16 @@ class Flight:
     begun: Any
     done: Any
     keep: list[Any]
-    since: float | None = None  # when it was first seen begun
+    since: float | None = None  # time of the first check that found it begun
 
 
 class Watch:
-    """Watches flights: releases their arrays, aborts the transport when one outlasts the limit or
-    fails."""
+    """A thread that watches flights: it releases their arrays, and aborts the transport if one
+    fails or exceeds the limit."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        # each returns an error that a library found by itself, or ""
+        # each returns an error that a library has found itself, or ""
         self.failures: list[Callable[[], str]] = []
         self._flights: list[Flight] = []
         self.changed = threading.Condition()
@@ -137,14 +137,14 @@ class Watch:
         ).start()
 
     def follow(self, what: str, begun: Any, done: Any, keep: list[Any]) -> None:
-        """Watch one more."""
+        """Watch one more flight."""
         with self.changed:
             self._flights.append(Flight(what, begun, done, keep))
             self.changed.notify_all()
 
     def finish(self) -> None:
-        """Return when the GPU is done with all. Raises: what the transport was aborted with, a late
-        flight's error."""
+        """Return when the GPU has finished all flights. Raises: the error of an aborted transport
+        or of a late flight."""
         with self.changed:
             waits = bool(self._flights)
             while self._flights and self._gpu.error is None:
@@ -159,7 +159,7 @@ class Watch:
                 try:
                     landed = [flight for flight in flights if flight.done.done]
                     self._judge([flight for flight in flights if flight not in landed])
-                except Exception as error:  # of CUDA: this process cannot use the GPU any more
+                except Exception as error:  # of CUDA: this process can no longer use the GPU
                     transport = self._gpu.transport
                     transport.abort(
                         CommError(f"rank {transport.world_rank}: the GPU failed: {error}")
@@ -180,8 +180,8 @@ class Watch:
             return list(self._flights)
 
     def _judge(self, waiting: list[Flight]) -> None:
-        """The clock of a flight runs from the look that finds it begun: before that its own rank's
-        work keeps it."""
+        """Abort the transport if a flight failed or is late. Its time counts from the check that
+        finds it begun: before, it waits for its own rank's work."""
         transport = self._gpu.transport
         now = time.monotonic()
         for flight in waiting:
@@ -209,14 +209,14 @@ class Watch:
 
 
 class GpuSide(SideStream):
-    """A group's side: see device_lane.py. Its work begins behind an event in a stream of the
-    program's."""
+    """A group's side: see device_lane.py. Its work begins after an event in a stream of the
+    program."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         with gpu.device:
             self.stream = gpu.cupy.cuda.Stream(non_blocking=True)
-        self._program: Any = None  # the stream whose work is under way
+        self._program: Any = None  # the program's stream of the current work
 
     def begin(self) -> tuple[Any, Any]:
         self._gpu.check()
@@ -253,12 +253,12 @@ class GpuSide(SideStream):
             stream = self._gpu.cupy.cuda.get_current_stream()
             stream.wait_event(event)
         if stream.ptr == program.ptr:
-            held.clear()  # later work of this stream, which owns the memory, comes after their use
+            held.clear()  # later work of this stream, which owns the memory, runs after their use
 
 
 class GpuNative(Native):
-    """What NCCL and CUDA IPC share: arrays on the host, and numbers to agree on, go over the
-    host."""
+    """The common part of NCCL and CUDA IPC: collectives of arrays on the host, and small values,
+    sent over the host."""
 
     def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
         self._gpu = gpu
@@ -269,8 +269,8 @@ class GpuNative(Native):
         self._size = len(world_ranks)
 
     def _tell(self, mine: np.ndarray) -> list[np.ndarray]:
-        """Every rank's bytes (uint8, of any length), in rank order: P-1 messages a rank, at once,
-        not counted."""
+        """Return every rank's bytes (uint8, of any length), in rank order: P-1 messages per rank,
+        at once, not counted."""
         heard = {self._rank: mine}
 
         def accept_from(rank: int) -> Callable[[bytes, int], np.ndarray]:
@@ -300,10 +300,10 @@ class GpuNative(Native):
 
     @abstractmethod
     def _gather_on_gpu(self, octets: Array, out: Array, counts: Sequence[int]) -> None:
-        """all_gather() of arrays on the GPU."""
+        """Run all_gather() for arrays on the GPU."""
 
 
 def parts(array: Any, counts: Sequence[int]) -> list[Any]:
-    """Views of `counts` elements each, one after the other."""
+    """Return consecutive views of `counts` elements each."""
     edges = np.cumsum([0, *counts]).tolist()
     return [array[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]

@@ -1,10 +1,10 @@
-"""MPI's own collectives, as `algorithm="native"`: to compare ours with, in speed and in results.
+"""MPI's own collectives, as `algorithm="native"`: to compare speed and results with ours.
 
 Each is started without blocking (MPI_Iallreduce, …) and tested, as messages are in transport.py:
-MPI's blocking calls burn their core, know no time limit, and do not notice a dead rank.
+MPI's blocking calls use their core fully, know no time limit, and do not notice a dead rank.
 
-A group that is not the world needs a communicator of its own. It is made by the group's first
-native call, after all its ranks have agreed on that call; there alone MPI waits in its own way.
+A group other than the world needs its own communicator. The group's first native call makes it,
+after all its ranks have agreed on that call; only there MPI waits in its own way.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ KINDS = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8", "c8", "c16"
 
 
 class MpiCall(Operation):
-    """A collective under way, which MPI writes to the arrays of until it is complete."""
+    """A collective in progress; MPI writes to its arrays until it is complete."""
 
     def __init__(
         self, engine: Engine, request: MPI.Request, arrays: object, others: tuple[int, ...]
@@ -48,8 +48,8 @@ class MpiCall(Operation):
 
 
 class MpiNative(Native):
-    """The collectives of one communicator; `group` is the id of the ranks' group. Arrays tell MPI
-    their dtype."""
+    """The collectives of one communicator; `group` is the id of the ranks' group. MPI takes the
+    dtype from the arrays."""
 
     def __init__(self, engine: "MpiTransport", group: int, world_ranks: Sequence[int]) -> None:
         self._engine = engine
@@ -81,7 +81,7 @@ class MpiNative(Native):
     def reduce_scatter(
         self, x: np.ndarray, out: np.ndarray, counts: Sequence[int], op: str
     ) -> None:
-        # MPI refuses one that begins where x does
+        # MPI refuses an empty `out` that begins where x does
         target = out if out.size else np.empty(0, out.dtype)
         self._carry_out(
             lambda: self._comm.Ireduce_scatter(x, target, list(counts), _OPS[op]), x, target
@@ -132,5 +132,5 @@ class MpiNative(Native):
 
 
 def _source(x: np.ndarray, out: np.ndarray | None) -> object:
-    """x as MPI takes it: the array, or IN_PLACE where `out` holds it already."""
+    """Return x as MPI's argument: the array, or IN_PLACE if `out` contains it already."""
     return MPI.IN_PLACE if out is not None and np.may_share_memory(x, out) else x

@@ -1,18 +1,18 @@
-"""Ranks that mpirun started: messages as MPI's own point-to-point messages, and a wait that gives
-its core away.
+"""Ranks that mpirun started: messages as MPI's own point-to-point messages, and waits that yield
+the core.
 
     frame on the wire                     MPI messages, in this order, all under one tag
     header and up to 16 KiB of payload    one:   header + payload
     header and more payload               many:  header | 1 MiB of payload | 1 MiB | ... | the rest
 
 MPI keeps the order of messages between two ranks, so the receiver knows the kind of each. Payload
-goes from the sender's array straight into the receiver's, two pieces under way at a time; for a
-reduction into two buffers, from which it is added. Pieces also keep every message under MPI's limit
-of 2^31 - 1 bytes.
+goes from the sender's array straight into the receiver's, two pieces at a time; for a reduction
+into two buffers, from which it is added. Pieces also keep every message under MPI's limit of 2^31 -
+1 bytes.
 
-A blocking MPI call burns its core (MPICH and Open MPI poll), which ranks that share cores cannot
-afford. So everything is started without blocking and tested; between tests we yield the core, then
-sleep, 1 µs at first and 500 µs at most.
+A blocking MPI call uses its core fully (MPICH and Open MPI poll), which ranks that share cores
+cannot afford. So everything is started without blocking and tested; between tests we yield the
+core, then sleep, 1 µs at first and at most 500 µs.
 """
 
 import threading
@@ -33,17 +33,17 @@ from minidist.comm.transports.progress.stream import StreamTransport
 from minidist.device import account
 from minidist.errors import CommError, ConfigError
 
-SPINS = 50  # tests with yielded core before sleeping
+SPINS = 50  # tests with a yielded core before sleeping
 # seconds of a sleep
 _SHORTEST = 1e-6
 _LONGEST = 500e-6
-SMALL_BYTES = 16 << 10  # most payload that travels with its header
+SMALL_BYTES = 16 << 10  # maximum payload that is sent with its header
 PIECE_BYTES = 1 << 20
-_DEPTH = 2  # pieces under way
+_DEPTH = 2  # pieces in flight
 
 
 class MpiTransport(StreamTransport):
-    """One rank of MPI_COMM_WORLD."""
+    """A rank of MPI_COMM_WORLD."""
 
     def __init__(self, limit: float) -> None:
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
@@ -52,7 +52,7 @@ class MpiTransport(StreamTransport):
                 "mpi4py.rc's thread_level alone, or take a library that grants "
                 "MPI_THREAD_SERIALIZED"
             )
-        self.comm = comm = MPI.COMM_WORLD.Dup()  # apart from the messages of other code
+        self.comm = comm = MPI.COMM_WORLD.Dup()  # separate from the messages of other code
         self.one_at_a_time = threading.Lock()  # held around MPI's calls
         self.calls: list[mpi_native.MpiCall] = []  # collectives to test
         self._natives: dict[int, Native] = {}  # by the group's id
@@ -100,20 +100,20 @@ class MpiTransport(StreamTransport):
         self._nap = min(2 * self._nap, _LONGEST)
 
     def _wake(self) -> None:
-        """MPI has nothing to poll: a sleep ends by itself, within half a millisecond."""
+        """Do nothing: MPI has nothing to poll, and a sleep lasts at most half a millisecond."""
 
 
 def _buffer(nbytes: int) -> np.ndarray:
-    """Bytes to receive into, told to the memory account."""
+    """Return bytes to receive into, counted in the memory account."""
     return account.current().hold(np.empty(nbytes, np.uint8), "communication")
 
 
 class MpiLink(ByteLink):
-    """One peer's messages, as two streams of bytes. `_buffer[_start:]` has been received and not
+    """A peer's messages, as two streams of bytes. `_buffer[_start:]` is received but not
     consumed."""
 
     short = SMALL_BYTES
-    # mpirun and the monitor tell of an end, and no message may be left without a receive
+    # mpirun and the monitor report an end, and no message may be left without a receive
     parting = False
 
     def __init__(self, comm: MPI.Comm, peer: int, one_at_a_time: threading.Lock) -> None:
@@ -178,7 +178,7 @@ class MpiLink(ByteLink):
         return len(self._in.oldest())
 
     def _take(self) -> None:
-        """The oldest message that has come, if any, becomes the buffer."""
+        """Make the oldest message that has arrived, if any, the buffer."""
         received = self._in.oldest()
         if len(received):
             self._buffer = received
@@ -210,8 +210,8 @@ class _UnderWay:
         self.nbytes += len(buffer)
 
     def oldest(self) -> Any:
-        """The bytes of the oldest, if it is complete, and no longer under way then; else none. No
-        message is empty."""
+        """Return the bytes of the oldest message if it is complete, and remove it; else no bytes.
+        No message is empty."""
         if not self._posted:
             return b""
         request, buffer = self._posted[0]

@@ -1,2 +1,2 @@
-"""What drives links: frames, streams of messages, mailboxes, the poll loop and the progress
-engine."""
+"""The parts that drive links: frames, streams of messages, mailboxes, the poll loop and the
+progress engine."""

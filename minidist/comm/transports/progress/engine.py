@@ -1,16 +1,15 @@
-"""Which thread moves the bytes: one thread that waits leads and drives the transfers of all; the
-others follow.
+"""The progress engine: of the threads that wait, one leads and drives all transfers; the others
+follow.
 
-    thread A        wait() -> leads:  pass  pass  spin  sleep  pass   its transfer is complete: steps down
-    thread B            wait() -> follows: asleep on a condition ...........................  -> leads, or is done
-    no wait         the helper thread takes a pass now and then, so that transfers that were started
-                    still move
+    thread A     wait() -> leads:  pass  pass  spin  sleep  pass   its transfer is complete: steps down
+    thread B         wait() -> follows: asleep on a condition ...........................  -> leads, or is done
+    no wait      the helper thread takes a pass now and then, so that started transfers still move
 
 A pass moves the bytes that can be moved without blocking (stream.py). One thread at a time leads.
-So the receiving side of a link needs no lock, and waiting for one transfer moves every other one
-too: `start_send; start_recv; wait both` cannot deadlock. A leader with nothing to move gives up its
-core `spins` times (a reply is often microseconds away), then sleeps in the kernel until a link is
-ready, another thread starts a transfer, or a thread calls abort().
+So the receiving side of a link needs no lock, and waiting for one transfer drives every other one
+too: `start_send; start_recv; wait both` cannot deadlock. A leader with nothing to move yields its
+core `spins` times (a reply often arrives within microseconds), then sleeps in the kernel until a
+link is ready, another thread starts a transfer, or a thread calls abort().
 """
 
 import math
@@ -29,23 +28,23 @@ from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutErro
 # seconds between the helper's passes: while bytes move, while none do
 _QUICK = 0.0002
 _SLOW = 0.005
-_HEARSAY = 2.0  # most seconds to wait for the reason of a lost peer; milliseconds mostly
-_LOOK = 0.005  # seconds between looks for it
+_HEARSAY = 2.0  # maximum seconds to wait for the reason of a lost peer; usually milliseconds
+_LOOK = 0.005  # seconds between two checks for it
 _ASK = 0.2  # seconds between questions whether the peer has left
 LEFT = "it has left the job (its transport was closed)"
-_HEARS = 1.0  # most seconds of one sleep; see Engine
+_HEARS = 1.0  # maximum seconds of one sleep; see Engine
 
 yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 def _nap(deadline: float) -> float:
-    """Seconds of the next sleep."""
+    """Return the seconds of the next sleep."""
     return min(_HEARS, max(0.0, deadline - time.monotonic()))
 
 
 class Operation(Handle):
-    """A transfer on its way; str() says what for. `error` and `finished` are written once, by
-    Engine.finish."""
+    """A transfer in progress; str() describes what it waits for. Engine.finish writes `error` and
+    `finished` once."""
 
     incoming = False  # whether it is a message from the peer
 
@@ -66,21 +65,21 @@ class Operation(Handle):
         return self.finished or self.engine.waits.error is not None
 
     def peers(self) -> tuple[int, ...]:
-        """World ranks that this waits for; each of them can keep it waiting."""
+        """Return the world ranks for which it waits; each of them can delay it."""
         return () if self.finished else (self.peer,)
 
     def in_vain(self) -> str:
-        """Its part of the TimeoutError."""
+        """Return its text for the TimeoutError."""
         return f"for {self}; did rank {self.peer} make the matching call?"
 
 
 class Engine(Transport):
-    """A transport whose waiting threads do the work. No thread holds `lock` while it sleeps, or in
+    """A transport whose waiting threads do the work. No thread holds `lock` during a sleep, or in
     accept or reduce.
 
-    A thread sleeps _HEARS seconds at most. Python runs the handler of a signal in the main thread,
-    between two of its lines; a signal that comes just before the sleep begins, or that another
-    thread takes, does not end the sleep.
+    A thread sleeps at most _HEARS seconds at a time. Python runs a signal handler in the main
+    thread, between two of its lines; a signal that arrives just before the sleep begins, or in
+    another thread, does not end the sleep.
     """
 
     def __init__(
@@ -91,11 +90,11 @@ class Engine(Transport):
         self.world_size = world_size
         self.limit = limit
         self.lock = threading.Lock()
-        self.lost: dict[int, PeerLostError] = {}  # peers that the job goes on without
+        self.lost: dict[int, PeerLostError] = {}  # peers without which the job continues
         self.spins = spins
         self._turn = threading.Condition(self.lock)
-        self._leading = self._asleep = False  # a thread leads; and is asleep, or about to be
-        self._led = 0  # times a thread has waited, or passed
+        self._leading = self._asleep = False  # a thread leads; it sleeps, or is about to
+        self._led = 0  # number of times a thread has waited, or passed
         self._followers = 0
         self._unfinished = 0  # transfers started and not finished
         self._closing = self._helper_awake = False
@@ -110,8 +109,8 @@ class Engine(Transport):
 
     @abstractmethod
     def _pass(self) -> bool:
-        """Move what can be moved without blocking; whether anything moved. Called by the leader,
-        without the lock."""
+        """Move the bytes that can be moved without blocking; return whether any moved. Called by
+        the leader, without the lock."""
 
     @abstractmethod
     def _sleep(self, seconds: float) -> None:
@@ -120,16 +119,16 @@ class Engine(Transport):
 
     @abstractmethod
     def _wake(self) -> None:
-        """End the leader's sleep, the present one or else the next. From any thread."""
+        """End the leader's current sleep, or else its next. From any thread."""
 
     # --- waiting
     # -----------------------------------------------------------------------------------------------------
 
     def drive(self, operation: Operation) -> None:
-        """Return when `operation` is finished, leading while no other thread does; a long wait is
-        told (wait_state.py).
+        """Return when `operation` is finished; lead while no other thread does. Report a long wait
+        (wait_state.py).
 
-        Raises: TimeoutError after `limit` seconds; what abort() was given.
+        Raises: TimeoutError after `limit` seconds; the error given to abort().
         """
         start = time.monotonic()
         limit = self.limit
@@ -144,7 +143,8 @@ class Engine(Transport):
             )
 
     def _drive_until(self, operation: Operation, deadline: float) -> bool:
-        """Whether `operation` finished in time. Raises what abort() was given."""
+        """Drive until the deadline; return whether `operation` finished. Raises the error given to
+        abort()."""
         while not operation.finished:
             if self._step_up():
                 try:
@@ -181,7 +181,7 @@ class Engine(Transport):
         while not operation.finished:
             moved = self._pass()
             if operation.finished or self.waits.error is not None or time.monotonic() >= deadline:
-                return  # after a pass, so that what came while we slept still counts
+                return  # after a pass, so that bytes that arrived during the sleep still count
             if moved:
                 idle = 0
             elif idle < self.spins:
@@ -203,12 +203,12 @@ class Engine(Transport):
                 self._followers -= 1
 
     def explained(self, error: Exception, what: str) -> Exception:
-        """The error to raise: for a lost peer the monitor's, which comes a moment later and says
-        how it ended.
+        """Return the error to raise: for a lost peer the monitor's error, which arrives a moment
+        later and gives the reason.
 
-        A peer that left may make a deadlock. A link that broke makes none: this is no wait that the
-        arbiter hears of. The link to a peer that left breaks, too, if this rank goes on sending:
-        the monitor knows which it is.
+        A peer that left may cause a deadlock, which the arbiter reports: so this wait is reported,
+        except after a broken link, which causes none. A link also breaks if this rank continues to
+        send to a peer that has left: the monitor knows which of the two happened.
         """
         if not isinstance(error, PeerLostError):
             return error
@@ -236,8 +236,8 @@ class Engine(Transport):
         )
 
     def _await_reason(self, lost: int, left: Callable[[int], bool] = lambda rank: False) -> bool:
-        """Wait until it is known why a peer is lost, or _HEARSAY s; True as soon as `left(rank)`
-        says that it left."""
+        """Wait until the reason of a peer's loss is known, or _HEARSAY s; True as soon as
+        `left(rank)` is true."""
         asked = -math.inf
         deadline = time.monotonic() + (
             _HEARSAY if self.waits.hearsay is None else self.waits.hearsay
@@ -262,7 +262,7 @@ class Engine(Transport):
         self._unfinished += 1
 
     def finish(self, operation: Operation, error: Exception | None = None) -> None:
-        """Mark a begun transfer complete, or failed with `error`; the followers look again."""
+        """Mark a begun transfer as complete, or as failed with `error`; wake the followers."""
         operation.error = error
         operation.finished = True
         self._unfinished -= 1
@@ -313,8 +313,7 @@ class Engine(Transport):
     # ------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the helper, and every wait, with a CommError; afterwards no thread is at work
-        here."""
+        """End the helper, and every wait with a CommError; afterwards no thread works here."""
         self._closing = True
         self.abort(CommError(f"rank {self.world_rank} has closed its {self.name} transport"))
         self._helper_call.set()

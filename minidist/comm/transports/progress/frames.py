@@ -1,11 +1,11 @@
-"""What travels before each payload, and how it is checked before anything is believed.
+"""The header before each payload, and its checks before use.
 
     bytes 0-3    4     5      6-7          8-15        16-23           24-31     32-35   36 ...
           magic  kind  (0)    meta length  group id    sequence        payload   CRC-32  meta, zeros up to `align`
                                                                        bytes     of all but itself
 
 All numbers are little-endian. Both ranks have proved that they belong to the job, so the checksum
-is against damage and confusion, not against an enemy.
+protects against damage and errors, not against an attacker.
 """
 
 import struct
@@ -25,11 +25,11 @@ PAYLOAD_LIMIT = 1 << 40  # bytes; more than any host holds
 _FIELDS = struct.Struct("<4sBxHQQQ")
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
-_REMEMBERED = 64  # the messages of one call mostly have one header
+_REMEMBERED = 64  # most messages of one call have the same header
 
 
 class Header(NamedTuple):
-    """A checked header: `kind` MESSAGE or GOODBYE, `nbytes` of payload to follow."""
+    """A checked header: `kind` MESSAGE or GOODBYE, followed by `nbytes` of payload."""
 
     kind: int
     tag: Tag
@@ -39,8 +39,8 @@ class Header(NamedTuple):
 
 @lru_cache(maxsize=_REMEMBERED)
 def pack_header(kind: int, tag: Tag, meta: bytes, nbytes: int, align: int) -> bytes:
-    """The bytes before a payload, a multiple of `align` long. Raises CommError if `meta` has more
-    than 4 KiB."""
+    """Return the bytes before a payload; their number is a multiple of `align`. Raises CommError if
+    `meta` has more than 4 KiB."""
     if len(meta) > META_LIMIT:
         raise CommError(f"a message's header may carry {META_LIMIT} bytes, not {len(meta)}")
     fields = _FIELDS.pack(MAGIC, kind, len(meta), tag.group, tag.sequence, nbytes)
@@ -51,8 +51,8 @@ def pack_header(kind: int, tag: Tag, meta: bytes, nbytes: int, align: int) -> by
 
 @lru_cache(maxsize=_REMEMBERED)
 def header_length(start: bytes, align: int) -> int:
-    """How long the header is that begins with these HEADER_BYTES. Raises CommError if they do not
-    begin one."""
+    """Return the length of the header that begins with these HEADER_BYTES. Raises CommError if they
+    do not begin a header."""
     magic, kind, meta_length, _group, _sequence, nbytes = _FIELDS.unpack_from(start)
     if magic != MAGIC or kind not in (MESSAGE, GOODBYE):
         raise CommError(f"no frame begins with {start[:8]!r}")
@@ -67,7 +67,7 @@ def header_length(start: bytes, align: int) -> int:
 
 @lru_cache(maxsize=_REMEMBERED)
 def parse_header(data: bytes) -> Header:
-    """The header in `data`, which is as long as header_length said. Raises CommError if it was
+    """Return the header in `data`, whose length header_length gave. Raises CommError if it was
     damaged."""
     _magic, kind, meta_length, group, sequence, nbytes = _FIELDS.unpack_from(data)
     (checksum,) = _CHECKSUM.unpack_from(data, _FIELDS.size)

@@ -1,14 +1,14 @@
-"""A connection between every two ranks: which side dials, and which caller is admitted.
+"""A connection between every two ranks: the higher rank dials, the lower rank admits.
 
     rank 0    listens ............ admits 1, 2, 3
     rank 1    dials 0,             admits 2, 3
     rank 2    dials 0, 1,          admits 3
     rank 3    dials 0, 1, 2
 
-Every rank listens before any address is told, so no dial is refused. A rank admits callers while it
+Every rank listens before any address is sent, so no dial is refused. A rank admits callers while it
 dials, so no ranks wait for each other in a circle. Both ranks of a connection prove that they know
 the job's token (wire.py). Each caller is answered in a thread of its own: a stranger that sends
-nothing, or nonsense, delays no rank, nor does a crowd of them (acceptor.py).
+nothing, or wrong data, delays no rank, nor do many strangers (acceptor.py).
 """
 
 import builtins
@@ -29,9 +29,9 @@ from minidist.comm.health.acceptor import QUEUE, SILENCE, Acceptor, call, keep_a
 from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutError
 
 News = queue.SimpleQueue["tuple[int, socket.socket] | OSError"]
-"""The ranks that have come, or what this process lacks to take another."""
+"""A rank that has connected and its connection, or the error why no other can be taken."""
 
-DIAL_LIMIT = 2 * SILENCE  # seconds that the host of a rank which listens may take to answer
+DIAL_LIMIT = 2 * SILENCE  # seconds in which the host of a listening rank must answer
 
 
 def connect(
@@ -43,12 +43,12 @@ def connect(
     limit: float,
 ) -> dict[int, socket.socket]:
     """Connect to those of `ranks` that are not this one: `dial(rank)` the lower ones, admit the
-    higher at `listener`.
+    higher ones at `listener`.
 
     Returns: the connections by world rank, in blocking mode without timeout.
     Raises:  PeerLostError naming a rank that cannot be reached; HandshakeError if a rank dialled is
              not of this job, or ended the handshake; TimeoutError naming the ranks that did not
-             come.
+             connect.
     """
     deadline = time.monotonic() + limit
     connections = dict[int, socket.socket]()
@@ -92,8 +92,8 @@ def hang_up(connections: Mapping[int, socket.socket]) -> None:
 
 
 def _admit(listener: socket.socket, token: bytes, expected: set[int], news: "News") -> None:
-    """Answer callers until all expected ranks are in the news, or the listener is closed; or why
-    that cannot be."""
+    """Answer callers until all expected ranks have connected, or the listener is closed; put them,
+    or an error, into `news`."""
     lock = threading.Lock()
 
     def enter(sock: socket.socket, hello: dict[str, Any]) -> None:
@@ -122,8 +122,8 @@ def _admit(listener: socket.socket, token: bytes, expected: set[int], news: "New
 
 
 def listen_unix() -> socket.socket:
-    """A listener for processes of this host: at a name without a file on Linux, elsewhere at a
-    temporary file."""
+    """Return a listener for processes of this host: at a name without a file on Linux, elsewhere at
+    a temporary file."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(
         ""
@@ -135,10 +135,10 @@ def listen_unix() -> socket.socket:
 
 
 def dial(sock: socket.socket, address: Any, limit: float) -> socket.socket:
-    """The socket, connected to the listener at `address`.
+    """Return the socket, connected to the listener at `address`.
 
-    Raises: LinkLostError if that host does not answer for DIAL_LIMIT s: its kernel does so at once,
-            whatever the rank does that listens; OSError as the system says.
+    Raises: LinkLostError if that host does not answer for DIAL_LIMIT s: its kernel answers at once,
+            whatever the listening rank does; OSError as the system reports it.
     """
     try:
         keep_alive(sock)
@@ -158,7 +158,7 @@ def dial(sock: socket.socket, address: Any, limit: float) -> socket.socket:
 
 @contextmanager
 def listening(*listeners: socket.socket) -> Iterator[None]:
-    """Afterwards they are closed, whatever happened."""
+    """Close the listeners after the block, also after an error."""
     try:
         yield
     finally:

@@ -1,13 +1,12 @@
 """A transport within one process: each rank is a thread with a mailbox.
 
 Two kinds of link. "threads" is buffered: a send copies its bytes and is complete at once.
-"threads-unbuffered" is a
-rendezvous: a send is complete only when the receiver has taken the bytes, straight from the
-sender's array. The second turns a hidden assumption ("my neighbour will receive some time") into a
-deadlock that a test can see.
+"threads-unbuffered" is a rendezvous: a send is complete only when the receiver has taken the bytes,
+straight from the sender's array. The second kind turns a hidden assumption ("my neighbour will
+receive some time") into a deadlock that a test can see.
 
-How a message travels: the sender puts it into the receiver's mailbox. There it is matched with the
-oldest receive posted for the same (peer, tag), whichever came first. The next thread of the
+Path of a message: the sender puts it into the receiver's mailbox. There it is matched with the
+oldest receive posted for the same (peer, tag); either may arrive first. The next thread of the
 receiving rank that waits, for this or for another message, carries out the matched pair. Copies:
 one on "threads-unbuffered", two on "threads".
 """
@@ -32,11 +31,11 @@ class MailTransfer(Handle):
         self.home = home
         self.peer = peer
         self.tag = tag
-        self.complete = self.matched = False  # matched: the other side has come, too
+        self.complete = self.matched = False  # matched: the other side has arrived, too
         self.error: BaseException | None = None
 
     def peers(self) -> tuple[int, ...]:
-        """The rank that keeps it waiting."""
+        """Return the rank for which it waits, if any."""
         return () if self.complete or self.matched else (self.peer,)
 
     def wait(self) -> None:
@@ -72,8 +71,8 @@ class MailReceive(MailTransfer):
         """Move the payload to the array that `accept` returns; an error of `accept` or `reduce`
         belongs to this handle.
 
-        Both arrays are released here: the thread that carries this out may live on, and wait for
-        another message.
+        Both arrays are released here: the thread that runs this may continue to wait for another
+        message.
         """
         try:
             target = self.accept(send.meta, send.view.nbytes)
@@ -89,7 +88,7 @@ class MailReceive(MailTransfer):
 
 
 class Mailbox(Transport):
-    """One rank's mailbox; `peers` are the mailboxes of all ranks, this one included."""
+    """A rank's mailbox; `peers` are the mailboxes of all ranks, including this one."""
 
     def __init__(
         self,
@@ -148,8 +147,8 @@ class Mailbox(Transport):
         self._posted.clear()
 
     def wait_for(self, handle: MailTransfer) -> None:
-        """Carry out matched pairs until `handle` is complete; sleep while there are none. A wait
-        that lasts is told."""
+        """Carry out matched pairs until `handle` is complete; sleep if there are none. Report a
+        long wait."""
         start = time.monotonic()
         limit = self.limit
         done = self._carry_out(handle, start + min(QUIET, limit))
@@ -169,7 +168,7 @@ class Mailbox(Transport):
             raise handle.error
 
     def _carry_out(self, handle: MailTransfer, deadline: float) -> bool:
-        """Whether `handle` is complete in time."""
+        """Carry out pairs until the deadline; return whether `handle` is complete."""
         while (pair := self._next_pair(handle, deadline)) is not None:
             recv, send = pair
             recv.take(send)
@@ -181,8 +180,8 @@ class Mailbox(Transport):
     def _next_pair(
         self, handle: MailTransfer, deadline: float
     ) -> tuple[MailReceive, MailSend] | None:
-        """The next matched pair to carry out, or None once `handle` is complete or it is too
-        late."""
+        """Return the next matched pair to carry out, or None if `handle` is complete or the
+        deadline is over."""
         with self._changed:
             while not handle.complete:
                 if (failure := self.waits.failure(self.world_rank)) is not None:
@@ -198,7 +197,7 @@ class Mailbox(Transport):
         return None
 
     def deliver(self, source: int, send: MailSend) -> None:
-        """A message from rank `source` has come. Called by the sending rank's thread."""
+        """Take a message from rank `source`. Called by the sending rank's thread."""
         key = (source, send.tag)
         with self._changed:
             self._arrived[key].append(send)
@@ -206,8 +205,8 @@ class Mailbox(Transport):
                 self._changed.notify_all()
 
     def _match(self, key: tuple[int, Tag]) -> bool:
-        """Pair the oldest message with the oldest receive of the same peer and tag, if both are
-        there."""
+        """Pair the oldest message with the oldest receive of the same peer and tag, if both exist;
+        return whether they do."""
         arrived = self._arrived[key]
         posted = self._posted[key]
         if not (arrived and posted):
@@ -229,7 +228,7 @@ class Mailbox(Transport):
 
 
 def connect(size: int, limit: float, unbuffered: bool) -> list[Mailbox]:
-    """The mailboxes of `size` ranks, joined to each other."""
+    """Return the mailboxes of `size` ranks, connected to each other."""
     peers: dict[int, Mailbox] = {}
     for rank in range(size):
         peers[rank] = Mailbox(rank, peers, size, limit, unbuffered)
@@ -237,8 +236,8 @@ def connect(size: int, limit: float, unbuffered: bool) -> list[Mailbox]:
 
 
 def loopback(world_rank: int, limit: float, waits: Waits | None = None) -> Mailbox:
-    """A rank's buffered link to itself: the one link that no transport has. `waits`: its
-    transport's."""
+    """Return a rank's buffered link to itself, which the other transports lack. `waits`: of its
+    transport."""
     peers: dict[int, Mailbox] = {}
     peers[world_rank] = Mailbox(world_rank, peers, 1, limit, unbuffered=False, waits=waits)
     return peers[world_rank]

@@ -1,5 +1,5 @@
-"""A message on its way: out (Send), asked for (Receive), or coming in (Frame); the link, and the
-peer at its end."""
+"""A message in the queue (Send), a posted receive (Receive), or an incoming message (Frame); the
+link, and the peer at its end."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -16,27 +16,27 @@ from minidist.errors import CommError
 class ByteLink(ABC):
     """Two streams of bytes, to and from one peer. No method blocks.
 
-    The end of the incoming stream raises EOFError, once all bytes before it were read; a broken
-    link raises OSError. Frames begin at multiples of `align` bytes.
+    When all bytes have been read, the end of the incoming stream raises EOFError; a broken link
+    raises OSError. Frames begin at multiples of `align` bytes.
     """
 
     align = 1
-    short = 4 << 10  # most bytes of a payload that whole() looks for
-    parting = True  # say goodbye before closing
+    short = 4 << 10  # maximum bytes of a payload that whole() looks for
+    parting = True  # send GOODBYE before closing
 
     @abstractmethod
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
-        """Take bytes from the front of prefix + payload (uint8); how many were taken, 0 when the
-        link is full."""
+        """Take bytes from the front of prefix + payload (uint8). Return their number, 0 if the link
+        is full."""
 
     @abstractmethod
     def peek(self, count: int) -> bytes | None:
-        """The next `count` bytes (at most a header and `short`), not consumed; None while fewer are
-        there."""
+        """Return the next `count` bytes (at most a header and `short`), not consumed; None if fewer
+        have arrived."""
 
     def whole(self, header: bytes, nbytes: int) -> np.ndarray | None:
-        """The payload (uint8) of the message at the front, not consumed, if it is all there and has
-        just this header.
+        """Return the payload (uint8) of the message at the front, not consumed, if it is complete
+        and has exactly this header.
 
         Args:    nbytes: of the payload, at most `short`.
         """
@@ -49,25 +49,25 @@ class ByteLink(ABC):
 
     @abstractmethod
     def piece(self, most: int, itemsize: int) -> np.ndarray:
-        """At most `most` bytes (uint8) of whole items, aligned, not consumed; perhaps in memory the
-        peer wrote to."""
+        """Return at most `most` bytes (uint8) of whole items, aligned, not consumed; possibly in
+        memory that the peer writes."""
 
     @abstractmethod
     def skip(self, count: int) -> None:
-        """Consume `count` bytes that peek or piece has shown, or padding up to `align`."""
+        """Consume `count` bytes returned by peek or piece, or padding up to `align`."""
 
     @abstractmethod
     def read_into(self, target: np.ndarray) -> int:
-        """Consume bytes into the front of `target` (uint8, not empty); how many, 0 when none are
-        there."""
+        """Consume bytes into the front of `target` (uint8, not empty). Return their number, 0 if
+        none have arrived."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the link holds."""
+        """Release the link's resources."""
 
 
 class Send(Operation):
-    """`sent` bytes of prefix + payload have left."""
+    """A message to send; `sent` bytes of prefix + payload have left."""
 
     def __init__(
         self, engine: Engine, peer: int, tag: Tag, view: np.ndarray, prefix: bytes
@@ -101,12 +101,12 @@ class Receive(Operation):
 
 
 class Frame:
-    """A message on its way in: copied or reduced into an array, buffered, or dropped."""
+    """An incoming message: copied or reduced into an array, buffered, or dropped."""
 
-    receive: Receive | None = None  # None until a receive asks for it
-    filled = 0  # bytes of payload that have come
+    receive: Receive | None = None  # None until a receive is posted for it
+    filled = 0  # bytes of payload that have arrived
     buffer: np.ndarray | None = None  # holds them until then
-    settled = False  # it is complete, and the leader has finished its receive
+    settled = False  # complete, and the leader has finished its receive
     failure: Exception | None = None  # the error of `accept` or `reduce`; the rest is dropped
     _into: np.ndarray | None = None  # the array to fill, as uint8
     _total: np.ndarray | None = None  # the array to reduce into
@@ -120,12 +120,12 @@ class Frame:
         return self.filled == self.nbytes
 
     def keep(self) -> None:
-        """No receive asks for this message yet: buffer its payload."""
+        """Buffer the payload of this message, which has no receive yet."""
         self.buffer = self._into = np.empty(self.nbytes, np.uint8)
 
     def open(self, receive: Receive) -> None:
-        """The receive of this message is known: it says where the payload goes, buffered or still
-        to come."""
+        """Set the receive of this message, whose array takes the payload, buffered or still to
+        arrive."""
         self.receive = receive
         try:
             target = self._target_of(receive)
@@ -140,7 +140,7 @@ class Frame:
             self.failure = error
 
     def take(self, link: ByteLink) -> int:
-        """Move bytes from the link to where they belong; how many."""
+        """Move bytes from the link to their destination. Return their number."""
         left = self.nbytes - self.filled
         if not left:
             return 0
@@ -168,7 +168,7 @@ class Frame:
         return target
 
     def _reduce(self, piece: np.ndarray) -> None:
-        """Combine a piece where it lies; without a total, drop it."""
+        """Combine a piece in place; without a total, drop it."""
         total = self._total
         receive = self.receive
         if total is None or receive is None or receive.reduce is None:
@@ -184,13 +184,13 @@ Item = TypeVar("Item", Receive, Frame)
 
 
 class ByTag(dict[Tag, "deque[Item]"]):
-    """First in, first out, tag by tag; a tag without items takes no memory."""
+    """First-in-first-out queues by tag; a tag without items takes no memory."""
 
     def put(self, tag: Tag, item: Item) -> None:
         self.setdefault(tag, deque()).append(item)
 
     def take(self, tag: Tag) -> Item | None:
-        """The oldest item of `tag`, removed."""
+        """Remove and return the oldest item of `tag`, or None."""
         items = self.get(tag)
         if items is None:
             return None
@@ -201,27 +201,27 @@ class ByTag(dict[Tag, "deque[Item]"]):
 
 
 class Peer:
-    """The link, and the messages each way. The engine's lock guards them, except `frame`, which is
-    the leader's."""
+    """A peer: the link, and the messages in both directions. The engine's lock guards them, except
+    `frame`, which belongs to the leader."""
 
     def __init__(self, rank: int, link: ByteLink) -> None:
         self.rank = rank
         self.link = link
         self.outgoing: deque[Send] = deque()
-        self.sent = self.taken = 0  # messages begun, and messages taken whole
+        self.sent = self.taken = 0  # messages begun, and messages taken completely
         self.posted: ByTag[Receive] = ByTag()
         self.unexpected: ByTag[Frame] = ByTag()
         self.unexpected_bytes = 0
-        self.receives: set[Receive] = set()  # asked for and not finished
-        self.frame: Frame | None = None  # whose payload is being read
-        self.awaited = 0  # waits for it at a board (shm/exchange_board.py)
+        self.receives: set[Receive] = set()  # posted and not finished
+        self.frame: Frame | None = None  # the frame whose payload is being read
+        self.awaited = 0  # waits for the peer at a board (shm/exchange_board.py)
         self.deaf: str | None = None  # why nothing more can be sent to it
-        self.mute: str | None = None  # why nothing more will come from it
+        self.mute: str | None = None  # why nothing more will arrive from it
 
     @property
     def idle(self) -> bool:
-        """Whether no message is on its way, nor asked for: the next that comes begins at the front
-        of the link."""
+        """True if no message is in flight or awaited: the next message begins at the front of the
+        link."""
         return not (
             self.outgoing
             or self.receives
@@ -233,6 +233,6 @@ class Peer:
 
     @property
     def reading(self) -> bool:
-        """Whether something is to be read: a message asked for, or the rest of one that was
-        refused."""
+        """True if there is something to read: a message with a receive, or the rest of a refused
+        one."""
         return bool(self.receives) or self.frame is not None

@@ -1,5 +1,5 @@
-"""How a leader sleeps on links that the kernel can watch: until poll() reports one of them, or the
-bell.
+"""The sleep of a leader on links that the kernel can watch: until poll() reports one of them, or
+the bell.
 
 leader   arms every link it waits for, looks once more, poll(links, bell) .......... disarms them,
          takes a pass
@@ -19,7 +19,7 @@ from minidist.comm.health.deadlock import LONG_PACKETS
 from minidist.comm.transports.progress.message import ByteLink
 from minidist.comm.transports.progress.stream import StreamTransport
 
-ASK = 1.0  # seconds between two looks at whether links are silent
+ASK = 1.0  # seconds between two checks for silent links
 
 
 class PolledLink(ByteLink):
@@ -27,23 +27,23 @@ class PolledLink(ByteLink):
 
     @abstractmethod
     def fileno(self) -> int:
-        """The file to poll."""
+        """Return the file descriptor to poll."""
 
     @abstractmethod
     def arm(self, reading: bool, writing: bool) -> int:
-        """The poll events that end a sleep in which we wait to read or to write; 0 if the link is
-        ready already."""
+        """Return the poll events that end a sleep in which we wait to read or to write; 0 if the
+        link is ready already."""
 
     def disarm(self, events: int) -> None:
-        """The sleep is over; poll reported `events` of this link."""
+        """End a sleep; poll reported `events` of this link."""
 
     def resends(self) -> bool:
-        """Whether packets are sent again and again, and none is acknowledged."""
+        """Return whether packets are sent again and again without an acknowledgement."""
         return False
 
     def silent(self) -> bool:
-        """Whether that lasts for SILENCE s (acceptor.py): the link is lost, though no error says
-        so."""
+        """Return whether resends() has lasted SILENCE s (acceptor.py): then the link is lost,
+        without an error."""
         return False
 
 
@@ -55,7 +55,7 @@ class PolledTransport(StreamTransport):
     ) -> None:
         super().__init__(name, world_rank, limit, links, spins)
         self._polled = dict(links)
-        self._asks = 0.0  # when the links are asked again whether they are silent
+        self._asks = 0.0  # time of the next check for silent links
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
@@ -93,10 +93,10 @@ class PolledTransport(StreamTransport):
             link.disarm(reported.get(fileno, 0))
 
     def _drop_silent(self) -> bool:
-        """Lose the peers whose links swallow packets; whether this rank waits for one of them.
+        """Lose the peers whose links lose packets; return whether this rank waits for one of them.
 
-        Of a link that this rank does not wait for the monitor is told: its peer may wait for what
-        this rank has sent.
+        A link on which this rank does not wait is reported to the monitor: the peer may wait for a
+        message of this rank.
         """
         self._asks = time.monotonic() + ASK
         silent = {rank for rank, link in self._polled.items() if link.silent()}

@@ -1,4 +1,4 @@
-"""Messages over byte streams: what tcp, shm and mpi share.
+"""Messages over byte streams: the common part of tcp, shm and mpi.
 
 A ByteLink moves bytes to and from one peer, in order, and never blocks. Here messages become frames
 on it, and frames are matched with receives:
@@ -8,9 +8,9 @@ on it, and frames are matched with receives:
                               +--------------> link ---------------+
                                                                    +--> unexpected[tag]  no receive yet: buffered
 
-A header is read only while this rank waits for a message of that peer. So a message that comes
-early stays in the link (in the kernel's buffers, in the ring), and a sender that is far ahead is
-held back. A message is buffered only if it stands before one that a receive asks for, within
+A header is read only while this rank waits for a message of that peer. So a message that arrives
+early stays in the link (in the kernel's buffers, in the ring), and a sender that is far ahead must
+wait. A message is buffered only if it precedes a message that has a receive, and only within
 UNEXPECTED_LIMIT.
 """
 
@@ -28,10 +28,10 @@ from minidist.comm.transports.progress.engine import LEFT, Engine, yield_core
 from minidist.comm.transports.progress.message import ByteLink, Frame, Peer, Receive, Send
 from minidist.errors import CommError, LinkLostError, PeerLostError
 
-UNEXPECTED_LIMIT = 256 << 20  # most bytes of buffered messages from one peer
+UNEXPECTED_LIMIT = 256 << 20  # maximum bytes of buffered messages from one peer
 _NOTHING = np.empty(0, np.uint8)
 _SENT = Finished()
-_LAST_WORDS = 0.5  # seconds to wait for a lost peer's messages, unless its link ends before
+_LAST_WORDS = 0.5  # seconds to wait for a lost peer's messages, unless its link ends first
 
 
 class StreamTransport(Engine):
@@ -42,7 +42,7 @@ class StreamTransport(Engine):
     ) -> None:
         super().__init__(name, world_rank, len(links) + 1, limit, spins)
         self.waits = Waits(self.counts, self.reads, self.resent)
-        # the leader raises, and wakes the followers
+        # the leader raises the error, and wakes the followers
         self.waits.ends.append(lambda error: self._wake())
         self._peers = {rank: Peer(rank, link) for rank, link in links.items()}
         self._active: dict[int, Peer] = {}  # peers with a transfer that is new or unfinished
@@ -56,7 +56,7 @@ class StreamTransport(Engine):
         taken = 0
         with self.lock:
             to.sent += 1
-            if not to.outgoing and to.deaf is None:  # nothing stands before it
+            if not to.outgoing and to.deaf is None:  # no message is queued before it
                 try:
                     taken = to.link.write(header, view.view(np.uint8))
                 except OSError as error:
@@ -92,7 +92,7 @@ class StreamTransport(Engine):
                 or not all(peer.idle for peer in peers)
             ):
                 return None
-            self._leading = True  # from here on only this thread reads the links
+            self._leading = True  # from now on only this thread reads the links
             self._led += 1
         try:
             handles = [self.start_send(peer, tag, view, meta) for peer, view, meta in sends]
@@ -103,8 +103,8 @@ class StreamTransport(Engine):
     def _take(
         self, tag: Tag, peers: Sequence[Peer], receives: Sequence[ShortReceive]
     ) -> list[bool]:
-        """Which of these messages came while the leader looked `spins` times. Not under the
-        lock."""
+        """Return for each of these messages whether it arrived while the leader looked `spins`
+        times. Not under the lock."""
         headers = [
             frames.pack_header(frames.MESSAGE, tag, receive.meta, receive.nbytes, peer.link.align)
             for receive, peer in zip(receives, peers, strict=True)
@@ -123,7 +123,7 @@ class StreamTransport(Engine):
         return came
 
     def _take_one(self, peer: Peer, header: bytes, receive: ShortReceive) -> bool:
-        """Take one of them, if it is whole and at the front of its link; whether it was."""
+        """Take a message if it is complete and at the front of its link; return whether it was."""
         try:
             payload = peer.link.whole(header, receive.nbytes)
         except (EOFError, OSError) as error:
@@ -175,8 +175,8 @@ class StreamTransport(Engine):
         return peer
 
     def _attend(self, peer: Peer) -> None:
-        """Have the leader, or the helper, serve this peer: a transfer was begun and could not be
-        finished at once. Under the lock."""
+        """Make the leader, or the helper, serve this peer, because a new transfer could not finish
+        at once. Under the lock."""
         self._active[peer.rank] = peer
         if not self._helper_awake:
             self._call_helper()
@@ -184,8 +184,8 @@ class StreamTransport(Engine):
             self._wake()
 
     def counts(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Messages begun to each rank, and messages taken whole from each; the difference is in
-        flight."""
+        """Return the number of messages begun to each rank, and taken completely from each; the
+        difference is in flight."""
         peers = self._peers.values()
         return (
             {peer.rank: peer.sent for peer in peers if peer.sent},
@@ -193,11 +193,11 @@ class StreamTransport(Engine):
         )
 
     def reads(self) -> list[int]:
-        """Ranks whose messages are read as they come, while this rank waits for anything."""
+        """Return the ranks whose arriving messages are read while this rank waits for anything."""
         return [peer.rank for peer in self._peers.values() if peer.reading]
 
     def resent(self) -> list[int]:
-        """Ranks to which packets are sent again and again, and none is acknowledged."""
+        """Return the ranks to which packets are sent again and again without an acknowledgement."""
         return []
 
     # --- moving
@@ -214,8 +214,8 @@ class StreamTransport(Engine):
         return moved
 
     def _push(self, peer: Peer) -> bool:
-        """Write the first message of the queue as far as the link takes it; whether it took any.
-        Under the lock."""
+        """Write the first message of the queue as far as the link takes it; return whether it took
+        any. Under the lock."""
         send = peer.outgoing[0]
         begun = send.sent - len(send.prefix)
         try:
@@ -232,8 +232,8 @@ class StreamTransport(Engine):
         return taken > 0
 
     def _pull(self, peer: Peer) -> bool:
-        """Read what the link has of the message at its front; whether there was any. Only the
-        leader reads links."""
+        """Read the available part of the message at the front of the link; return whether there was
+        any. Called only by the leader."""
         try:
             fresh = peer.frame is None
             frame = peer.frame or self._next_frame(peer)
@@ -252,8 +252,8 @@ class StreamTransport(Engine):
         return True
 
     def _next_frame(self, peer: Peer) -> Frame | None:
-        """The frame whose header stands at the front of the link, matched; None while the header is
-        not all there."""
+        """Return the frame whose header is at the front of the link, matched; None if the header is
+        not complete."""
         start = peer.link.peek(frames.HEADER_BYTES)
         data = start and peer.link.peek(frames.header_length(start, peer.link.align))
         if not data:
@@ -272,8 +272,7 @@ class StreamTransport(Engine):
         return frame
 
     def _keep(self, peer: Peer, frame: Frame) -> None:
-        """Buffer a message without a receive, because a receive asks for one behind it. Under the
-        lock."""
+        """Buffer a message without a receive, because a later message has one. Under the lock."""
         tag = frame.header.tag
         nbytes = frame.header.nbytes
         if peer.unexpected_bytes + nbytes > UNEXPECTED_LIMIT:
@@ -303,7 +302,7 @@ class StreamTransport(Engine):
             self._deliver(peer, frame, receive)
 
     def _deliver(self, peer: Peer, frame: Frame, receive: Receive) -> None:
-        """Move a buffered message to where its receive wants it."""
+        """Move a buffered message to its receive's array."""
         frame.open(receive)
         with self.lock:
             self._end(peer, receive, frame.failure)
@@ -325,14 +324,14 @@ class StreamTransport(Engine):
         return kind(f"rank {self.world_rank} lost rank {peer.rank}: {why}", world_rank=peer.rank)
 
     def _deafen(self, peer: Peer, why: str) -> None:
-        """Nothing more can be sent to `peer`; what it sent before may still be read. Under the
-        lock."""
+        """Record that nothing more can be sent to `peer`, and fail its sends; its earlier messages
+        may still be read. Under the lock."""
         peer.deaf = peer.deaf or why
         while peer.outgoing:
             self.finish(peer.outgoing.popleft(), self._lost(peer, peer.deaf))
 
     def _end_of(self, peer: Peer, error: EOFError | OSError) -> None:
-        """Reading from `peer` has ended so."""
+        """Lose a peer from which reading has ended with `error`."""
         ended = isinstance(error, EOFError)
         self._lose(
             peer,
@@ -342,7 +341,7 @@ class StreamTransport(Engine):
         )
 
     def _lose(self, peer: Peer, why: str) -> None:
-        """Nothing more will come from `peer`, nor can be sent to it."""
+        """Lose a peer: nothing more will arrive from it or can be sent to it."""
         with self.lock:
             peer.mute = why
             peer.frame = None
@@ -357,8 +356,8 @@ class StreamTransport(Engine):
         self._await_last_words(self._peer(error.world_rank))
 
     def _await_last_words(self, peer: Peer) -> None:
-        """`peer` is lost: messages that it had sent are still read; receives that wait for more
-        then fail."""
+        """Read the remaining messages of a lost peer for a moment; then fail the receives that wait
+        for more."""
 
         def give_up() -> None:
             if peer.mute is None and peer.receives:
@@ -372,7 +371,7 @@ class StreamTransport(Engine):
     # ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say goodbye and release the links. A send that was not waited for may be cut off."""
+        """Say goodbye and release the links. A send without a wait may be cut off."""
         if self._closing:
             return
         self.stop()

@@ -4,20 +4,21 @@
     rank 1's part    posted | asleep | closed | headers of turns 0, 1 | bytes      only rank 1 writes here
     ...
 
-One `show` is all there is: a rank copies its arrays into its part, moves `posted`, waits until the
-others have posted as often, and reads their bytes where they lie. So bytes for P-1 ranks are
-written once, and all ranks wait for each other at once instead of one after the other.
+`show` is the only operation: a rank copies its arrays into its part, increments `posted`, waits
+until the others have posted as often, and reads their bytes in place. So bytes for P-1 ranks are
+written once, and all ranks wait for each other at the same time instead of one after the other.
 
 Parts have two turns, used alternately: a rank overwrites a turn only at its second `show` after,
 and before that all others have posted the first. Where the ranks may read each other's memory, long
-arrays need not be copied: a rank shows their address, the others read() them there, and all meet
-once more before it may change them.
+arrays need not be copied: a rank shows their address, the others read() them there, and all
+synchronize once more before it may change them.
 
-A rank closes its board while others may still read its last bytes. So its part serves another board
-only after they have closed theirs too: `closed` counts how often.
+A rank closes its board while others may still read its last bytes. So its part is used for another
+board only after they have closed theirs too: `closed` counts the closed boards.
 
-The fences have the reasons of ring_buffer.py: bytes before `posted`; `posted` before `asleep`, and
-`asleep` before the look at `posted`, so that the later one sees the other, and no wake-up is lost.
+The fences have the same reasons as in ring_buffer.py: bytes before `posted`; `posted` before
+`asleep`, and `asleep` before the look at `posted`, so that the later of two ranks sees the other's
+write, and no wake-up is lost.
 """
 
 import struct
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
 _PAGE = 4096
 TURNS = 2
-_HEADER = struct.Struct("2Q")  # how many bytes of meta, and of arrays
+_HEADER = struct.Struct("2Q")  # the numbers of bytes of meta, and of arrays
 _HEADER_BYTES = 2 * _PAGE  # these words, and meta
-_BYTES = _PAGE + TURNS * _HEADER_BYTES  # where those of all turns begin in a part
+_BYTES = _PAGE + TURNS * _HEADER_BYTES  # offset in a part of the bytes of all turns
 PART_BYTES = _BYTES + TURNS * SHOWN_BYTES
 
 _POSTED = 0
@@ -48,7 +49,7 @@ CLOSED = 2 * LINE // 8
 
 
 class BoardPart:
-    """One rank's part of a board, seen by that rank or by another."""
+    """A rank's part of a board, as used by that rank or another."""
 
     def __init__(self, memory: memoryview) -> None:
         self.words = memory[:_PAGE].cast("Q")
@@ -58,12 +59,12 @@ class BoardPart:
         self._shown = np.frombuffer(memory[_BYTES:PART_BYTES], np.uint8).reshape(TURNS, SHOWN_BYTES)
 
     def clear(self) -> int:
-        """Begin anew: nothing was posted. How often its rank has closed a board here."""
+        """Reset the part; return the number of boards that its rank has closed here."""
         self.words[_POSTED] = self.words[_ASLEEP] = 0
         return self.words[CLOSED]
 
     def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Put arrays here, one after the other; returns their bytes where they lie now."""
+        """Copy arrays here, one after the other; return their bytes in place."""
         if meta:
             self._metas[turn][: len(meta)] = meta
         stop = 0
@@ -76,14 +77,14 @@ class BoardPart:
         return self._shown[turn, :stop]
 
     def read(self, turn: int) -> tuple[bytes, np.ndarray]:
-        """Meta, and the bytes where they lie."""
+        """Return meta, and the bytes in place."""
         meta_length, length = _HEADER.unpack_from(self._headers[turn])
         return self._metas[turn][:meta_length].tobytes(), self._shown[turn, :length]
 
 
 class SharedBoard(Board):
-    """A group's board, as one of its ranks sees it; `closed`: how often boards in each part were
-    closed before."""
+    """A group's board on one of its ranks; `closed`: for each part, the number of boards closed
+    there before."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class SharedBoard(Board):
         own = self._own.write(turn, meta, arrays)
         fence()  # the bytes before `posted`
         self._own.words[_POSTED] = self._shown
-        fence()  # our `posted` before theirs and `asleep`
+        fence()  # our `posted` before reading theirs and `asleep`
         for _, words in self._others:
             if words[_POSTED] < self._shown:
                 self._wait()
@@ -146,22 +147,22 @@ class SharedBoard(Board):
                 ],
             )
             del self._own
-            # the memory goes when nothing points into it
+            # the memory is released when nothing refers to it
             self._parts = []
             self._others = []
 
     def missing(self) -> list[int]:
-        """World ranks that have not posted as often as this rank."""
+        """Return the world ranks that have not posted as often as this rank."""
         return [rank for rank, words in self._others if words[_POSTED] < self._shown]
 
     def sleeps(self, asleep: bool) -> None:
-        """Ask to be woken when the last has posted, or no more. Then look at missing() once
+        """Ask to be woken when the last rank has posted, or cancel that. Then look at missing()
         again."""
         self._own.words[_ASLEEP] = int(asleep)
         self._fence()  # our `asleep` before the look at their `posted`
 
     def _wait(self) -> None:
-        """Spin, as a leader of the engine does, then wait in the engine."""
+        """Spin as a leader of the engine does, then wait in the engine."""
         for _ in range(self._transport.spins):
             yield_core()
             if not self.missing():

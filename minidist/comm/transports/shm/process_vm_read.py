@@ -1,11 +1,11 @@
-"""Reading the memory of another process of this host: one copy, made by the kernel.
+"""Read the memory of another process of this host: one copy, made by the kernel.
 
     rank 1's array ----- process_vm_readv(process of rank 1, address, nbytes) -----> rank 0's array
 
 Linux calls it cross-memory attach, and allows it to processes that may debug the other one: of the
-same user, unless Yama or a container forbids it. So ranks try it when they meet: each tells the
-others where in its memory some random bytes lie, and reads theirs. They must be equal: containers
-may number processes differently, and then the same number is another process.
+same user, unless Yama or a container forbids it. So ranks try it at start-up: each sends the others
+the address of some random bytes in its memory, and reads theirs. They must be equal: containers may
+number processes differently, and then the same number is another process.
 
 Yama (kernel.yama.ptrace_scope = 1) lets only ancestors read a process, unless it names others. It
 can name one process, or all of its user. A rank has many readers, so it names all, as without Yama.
@@ -23,7 +23,7 @@ import numpy as np
 
 from minidist.comm.calls.buffers import address_of
 
-_EXHIBIT = struct.Struct("<QQ16s")  # process id, address, the bytes that lie there
+_EXHIBIT = struct.Struct("<QQ16s")  # process id, address, the bytes at the address
 EXHIBIT_BYTES = _EXHIBIT.size
 _WORD = ctypes.sizeof(ctypes.c_size_t)
 _SET_PTRACER = 0x59616D61
@@ -45,11 +45,10 @@ if _readv is not None:
 
 
 def read(process: int, address: int, target: np.ndarray) -> None:
-    """Fill `target` (uint8, contiguous) with what lies at `address` of the memory of `process`.
+    """Fill `target` (uint8, contiguous) with the bytes at `address` of the memory of `process`.
 
-    Raises: OSError: ESRCH if there is no such process any more, EFAULT if it has nothing there,
-    EPERM if we may not,
-            ENOSYS where the system knows no such call.
+    Raises: OSError: ESRCH if the process no longer exists, EFAULT if it has no memory there, EPERM
+            if this process may not read it, ENOSYS if the system has no such call.
     """
     if _readv is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -65,7 +64,8 @@ def read(process: int, address: int, target: np.ndarray) -> None:
 
 
 def readable(array: np.ndarray) -> bool:
-    """Whether others can read this array; memory that a device's driver has mapped, they cannot."""
+    """Return whether other processes can read this array; not if a device's driver has mapped its
+    memory."""
     try:
         read(os.getpid(), address_of(array), np.empty(min(1, array.nbytes), np.uint8))
     except OSError:
@@ -74,8 +74,8 @@ def readable(array: np.ndarray) -> bool:
 
 
 class Exhibit:
-    """Random bytes in this process's memory, as long as this object lives; `told` says to others
-    where they are."""
+    """Random bytes in this process's memory, while this object lives; `told` is the message with
+    their address for other ranks."""
 
     def __init__(self) -> None:
         self._bytes = np.frombuffer(secrets.token_bytes(16), np.uint8)
@@ -86,7 +86,7 @@ class Exhibit:
 
 
 def process_of(told: bytes) -> int | None:
-    """The process whose exhibit was told so, if this one can read it; None if it cannot."""
+    """Return the process that sent this exhibit if this process can read its memory; else None."""
     process, address, expected = _EXHIBIT.unpack(told)
     found = np.zeros(len(expected), np.uint8)
     with suppress(OSError):

@@ -1,35 +1,34 @@
 """A ring of bytes in shared memory: one process writes, another reads, without a lock and mostly
 without the kernel.
 
-    words, each on a cache line of its own     data, CAPACITY bytes
-    head    bytes ever written                 +----------------------------------------------------------+
-    tail    bytes ever read                    | free | unread: tail % CAPACITY ... head % CAPACITY
-                                               | free |
-    reader  the reader sleeps: wake it         +----------------------------------------------------------+
+    words, each on its own cache line      data, CAPACITY bytes
+    head    total bytes written            +-------------------------------------------------------+
+    tail    total bytes read               | free | unread: tail % CAPACITY to head % CAPACITY | free
+    reader  the reader sleeps: wake it     +-------------------------------------------------------+
     writer  the writer sleeps: wake it
 
 The writer copies bytes in, then moves `head`; the reader copies them out, or adds them to an array
-where they lie, then moves `tail`. A side moves only what the other's word says is there.
+in place, then moves `tail`. Each side uses only the bytes that the other side's word allows.
 
-The ring is larger than a core's second-level cache. To write a cache line that the reader's core
-still holds, the writer waits until it is taken away there: 512 KiB take 55 µs in a ring of half a
+The ring is larger than a core's second-level cache. If the reader's core still holds a cache line,
+the writer must wait until that cache gives the line up: 512 KiB take 55 µs in a ring of half a
 megabyte, and 15 in one of two or more (AMD EPYC). In a larger ring the reader's cache has dropped a
-line before the writer comes round again.
+line before the writer reaches it again.
 
-The link of two processes has a ring each way, and a socket: a byte in it wakes the other side,
-which says in the ring that it sleeps. However a process ends, the kernel closes its socket.
+The link of two processes has a ring in each direction, and a socket. A side that sleeps says so in
+the ring; a byte in the socket wakes it. However a process ends, the kernel closes its socket.
 
-Order matters twice, and a processor keeps it only at a fence (ARM reorders stores; x86 reads ahead
-of its own stores):
+Order matters in two places, and a processor keeps it only at a fence (ARM reorders stores; x86
+reads before its own earlier stores):
 
     bytes before head     else the reader takes bytes that are not there yet
-    head before reader    the writer moves `head`, then looks whether the reader sleeps; the reader
-                          says that it sleeps, then looks at `head` once more. The later one sees
-                          the other: no wake-up is lost.
+    head before reader    the writer moves `head`, then checks whether the reader sleeps; the reader
+                          says that it sleeps, then checks `head` again. The later of the two sees
+                          the other's write: no wake-up is lost.
 
-Python has no fence, but to release a lock and take it again is one: nothing before the release may
-come after it, nothing after the acquire may come before it, and the two keep their order (ARMv8; on
-x86 each is a fence by itself).
+Python has no fence, but releasing a lock and acquiring it again is one: nothing before the release
+may move after it, nothing after the acquire may move before it, and the two keep their order
+(ARMv8; on x86 each one is a fence).
 """
 
 import select
@@ -43,23 +42,23 @@ from minidist.comm.calls.buffers import address_of
 from minidist.comm.transports.progress.poll_loop import PolledLink
 
 CAPACITY = 4 << 20  # bytes of a ring: more than a core's second-level cache
-# most that is copied before the other side sees it, so that both work at once
+# maximum bytes copied before the other side sees them, so that both work at the same time
 PIECE_BYTES = 512 << 10
 LINE = 64  # bytes of a cache line; each write begins at a multiple
 _PAGE = 4096
 RING_BYTES = _PAGE + CAPACITY
 
 _HEAD, _TAIL, _READER, _WRITER = (index * LINE // 8 for index in range(4))
-# the reader moves `tail` when it has read so much, or before it sleeps
+# the reader moves `tail` after reading this many bytes, or before it sleeps
 _SHOW_BYTES = CAPACITY // 16
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """target[:] = source, both uint8.
+    """Copy source to target[:], both uint8.
 
-    On AMD's Zen 3 and 4 the memmove of glibc 2.33 to 2.38 falls to a twelfth of its speed when the
-    target lies 1 to 15 bytes behind the source, modulo a page; a loop of NumPy's does not, and is
-    otherwise a little slower.
+    On AMD's Zen 3 and 4 the memmove of glibc 2.33 to 2.38 is twelve times slower when the target
+    begins 1 to 15 bytes after the source, modulo a page; a loop of NumPy's is not, but otherwise it
+    is a little slower than memmove.
     """
     if len(source) > _PAGE and 0 < (address_of(target) - address_of(source)) % _PAGE < 16:
         np.positive(source, out=target)
@@ -68,7 +67,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 class Fence:
-    """A call orders memory: writes and reads before it come before those after it, for every
+    """A memory fence: reads and writes before the call are ordered before those after it, for every
     process."""
 
     def __init__(self) -> None:
@@ -83,7 +82,7 @@ class Fence:
 
 
 class _End:
-    """What both ends of a ring have."""
+    """The common part of both ends of a ring."""
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory[:_PAGE].cast("Q")
@@ -97,16 +96,17 @@ class RingWriter(_End):
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
-        self._head = 0  # ours
-        self._tail = 0  # the reader's as last seen
+        self._head = 0  # this side's
+        self._tail = 0  # the reader's, as last seen
 
     def free(self) -> int:
-        """Bytes that can be written now, a multiple of 64."""
+        """Return the number of bytes that can be written now, a multiple of 64."""
         self._tail = self._words[_TAIL]
         return (CAPACITY - (self._head - self._tail)) & -LINE
 
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
-        """Take the whole prefix (or nothing) and bytes of the payload; how many of both were taken.
+        """Take the whole prefix (or nothing) and bytes of the payload. Return the number of bytes
+        taken from both.
 
         The end of the payload is padded, so that the next prefix begins on a cache line.
         """
@@ -140,7 +140,7 @@ class RingWriter(_End):
         self._head += len(prefix)
 
     def reader_sleeps(self) -> bool:
-        """Whether the reader asks to be woken, now that something was written; answered once."""
+        """Return whether the reader asks to be woken after a write; True once per request."""
         self.fence()  # `head` before the reader's word
         sleeps = self._words[_READER] != 0
         if sleeps:
@@ -148,8 +148,8 @@ class RingWriter(_End):
         return sleeps
 
     def sleeps(self, asleep: bool) -> None:
-        """Ask to be woken when half of the ring is free, or no more. A fence must follow, then a
-        look at roomy()."""
+        """Ask to be woken when half of the ring is free, or cancel that. A fence must follow, then
+        a check of roomy()."""
         self._words[_WRITER] = int(asleep)
 
     def roomy(self) -> bool:
@@ -161,11 +161,11 @@ class RingReader(_End):
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
-        # ours; what the writer knows of it; the writer's as last seen
+        # this side's; its value known to the writer; the writer's, as last seen
         self._tail = self._shown = self._head = 0
 
     def unread(self) -> int:
-        """Bytes that can be read now."""
+        """Return the number of bytes that can be read now."""
         head = self._words[_HEAD]
         if head != self._head:
             self._head = head
@@ -173,7 +173,7 @@ class RingReader(_End):
         return head - self._tail
 
     def peek(self, count: int) -> bytes | None:
-        """The next `count` bytes, not consumed; None while fewer are there."""
+        """Return the next `count` bytes, not consumed; None if fewer are there."""
         if self._head - self._tail < count and self.unread() < count:
             return None
         begin = self._tail % CAPACITY
@@ -181,23 +181,23 @@ class RingReader(_End):
         return data if len(data) == count else data + self._bytes[: count - len(data)].tobytes()
 
     def piece(self, most: int) -> np.ndarray:
-        """The bytes that are there, in one stretch, where they lie; not consumed.
+        """Return the available bytes up to a boundary, in place; not consumed.
 
-        A stretch ends with the ring, a payload, or after a multiple of 64 bytes: items of 1, 2, 4,
-        ... 64 are whole.
+        The boundary is the end of the ring, of a payload, or a multiple of 64 bytes: items of 1, 2,
+        4, ... 64 bytes are whole.
         """
         unread = self.unread()
         begin = self._tail % CAPACITY
         return self._data[begin : begin + min(most, unread, CAPACITY - begin, PIECE_BYTES)]
 
     def skip(self, count: int) -> bool:
-        """Consume `count` bytes; whether the writer is to be woken: it asked for it, and enough was
+        """Consume `count` bytes. Return whether to wake the writer: it asked for it, and enough was
         read."""
         self._tail += count
         return self._tail - self._shown >= _SHOW_BYTES and self.show()
 
     def show(self) -> bool:
-        """Tell the writer how far we have read; whether it is to be woken, answered once."""
+        """Publish this side's `tail`. Return whether to wake the writer; True once per request."""
         self.fence()  # our reading before `tail`
         self._words[_TAIL] = self._shown = self._tail
         self.fence()  # `tail` before the writer's word
@@ -207,13 +207,13 @@ class RingReader(_End):
         return wakes
 
     def sleeps(self, asleep: bool) -> None:
-        """Ask to be woken when something is written, or no more. A fence must follow, then a look
-        at unread()."""
+        """Ask to be woken after a write, or cancel that. A fence must follow, then a check of
+        unread()."""
         self._words[_READER] = int(asleep)
 
 
 class ShmLink(PolledLink):
-    """One peer's two rings, and the socket that wakes it and us."""
+    """A peer's two rings, and the socket by which each side wakes the other."""
 
     align = LINE
 
@@ -259,7 +259,7 @@ class ShmLink(PolledLink):
 
     def ring(self) -> None:
         """Wake the peer."""
-        # full: it is ringing already; broken: the peer is gone, and arm() will see it
+        # full: a byte is there already; broken: the peer is gone, and arm() will see it
         with suppress(OSError):
             self._sock.send(b"!")
 
@@ -269,7 +269,7 @@ class ShmLink(PolledLink):
     def arm(self, reading: bool, writing: bool) -> int:
         self._in.sleeps(reading)
         self._out.sleeps(writing)
-        if self._in.show():  # fences: our words before the look at the peer's
+        if self._in.show():  # contains fences: our words before the check of the peer's
             self.ring()
         ready = self.ended or (reading and self._in.unread() > 0) or (writing and self._out.roomy())
         return 0 if ready else select.POLLIN
@@ -287,4 +287,4 @@ class ShmLink(PolledLink):
 
     def close(self) -> None:
         self._sock.close()
-        del self._in, self._out  # the memory goes when nothing points into it
+        del self._in, self._out  # the memory is released when nothing refers to it

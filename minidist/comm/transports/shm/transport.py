@@ -1,20 +1,21 @@
-"""Ranks of one host as processes that share memory: two copies a message, and the kernel only to
-sleep.
+"""Ranks of one host as processes that share memory: two copies per message; the kernel is needed
+only to sleep.
 
     rank 0                        shared by the two                          rank 1
     array --copy-->  [ ring 0 -> 1: head, tail, 4 MiB of bytes ]  --add-->   array
     array <--copy--  [ ring 1 -> 0                              ]  <--copy-- array
     doorbell <=====  a connected socket: "wake up", or the end of the process  =====> doorbell
 
-A reduction adds straight from the ring: nothing of the size of a message is allocated, on either
-side. Groups have boards (exchange_board.py) beside the rings, each rank's part in an arena where it
-alone places boards. Where the system lets each rank read the memory of all others
-(process_vm_read.py), long arrays are only shown where they lie.
+A reduction adds straight from the ring: nothing of the size of a message is allocated on either
+side. In addition to the rings, groups have boards (exchange_board.py). Each rank's part of a board
+lies in an arena in which only this rank places boards. Where the system lets each rank read the
+memory of all others (process_vm_read.py), long arrays are not copied to a board: only their address
+is shown.
 
 When two ranks have connected, they pass each other open files through the socket (hand_over): the
 lower rank the memory of their rings, each its arena; and try to read each other's memory. A file
-has no name and no directory entry. So nothing of it can be left behind, no other user can open it,
-and /dev/shm does not limit its size. Pages never written cost nothing.
+has no name and no directory entry. So no file can be left behind, no other user can open it, and
+/dev/shm does not limit its size. Pages that are never written cost nothing.
 """
 
 import errno
@@ -42,12 +43,12 @@ from minidist.comm.transports.shm.ring_buffer import RING_BYTES, ShmLink
 from minidist.device.cores import of_all_ranks
 from minidist.errors import CommError, PeerLostError
 
-# looks at the rings before sleeping: where each rank has a core, and where not
+# looks at the rings before sleeping: if each rank has a core, and if not
 SPINS = 200
 SPINS_CROWDED = 20
-BOARDS = 64  # boards that a rank may have open at a time
+BOARDS = 64  # maximum number of open boards of a rank
 ARENA_BYTES = BOARDS * PART_BYTES
-# most that is read from another rank's memory between looks at whether the job lives
+# maximum bytes read from another rank's memory between checks for an abort
 STRETCH_BYTES = 32 << 20
 
 
@@ -59,8 +60,8 @@ def share(
     *,
     name: str = "shm",
 ) -> "ShmTransport":
-    """The transport of a rank that is connected to the others of its host; `far`: its links to
-    other hosts."""
+    """Return the transport of a rank that is connected to the others of its host; `far`: its links
+    to other hosts."""
     rings, arenas, processes = hand_over(
         world_rank, connections, 2 * RING_BYTES, ARENA_BYTES, limit
     )
@@ -78,11 +79,11 @@ def hand_over(
     arena_bytes: int,
     limit: float,
 ) -> tuple[dict[int, memoryview], dict[int, memoryview], dict[int, int] | None]:
-    """Give files and take them with every rank connected; the sockets are in blocking mode then.
+    """Exchange files with every connected rank; afterwards the sockets are in blocking mode.
 
-    Returns: the memory shared with each other rank for rings, every rank's arena, this one's
-    included, and every rank's
-             process, None unless each rank may read the memory of all others; all by world rank.
+    Returns: the memory shared with each other rank for rings; every rank's arena, including this
+             one's; and every rank's process, or None unless each rank may read the memory of all
+             others; all by world rank.
     Raises:  PeerLostError naming a rank that ended meanwhile.
     """
     exhibit = Exhibit()
@@ -125,7 +126,7 @@ def hand_over(
 
 
 def _all_agree(world_rank: int, connections: Mapping[int, socket.socket], agrees: bool) -> bool:
-    """Whether all ranks do."""
+    """Return whether `agrees` is true on all ranks."""
     answers = {b"y" if agrees else b"n"}
     for rank, sock in connections.items():
         with _while_starting(world_rank, rank):
@@ -149,7 +150,8 @@ def _while_starting(world_rank: int, rank: int) -> Iterator[None]:
 
 
 def nameless_file(nbytes: int) -> int:
-    """A file of zeros in memory (a temporary one on systems without), which no directory lists."""
+    """Return a zero-filled file in memory (elsewhere a temporary file) without a directory
+    entry."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("minidist")
     else:
@@ -164,13 +166,12 @@ def _map(file: int, nbytes: int) -> memoryview:
 
 
 class ShmTransport(PolledTransport):
-    """One rank's rings to the others of its host, and the memory where groups among these have
-    their boards.
+    """A rank's rings to the others of its host, and the memory for the boards of their groups.
 
     Args: links              to every other rank of this host
           arenas, processes  as hand_over() returned them
           far                links to the ranks of other hosts (auto.py)
-          name               what ran: "shm", or "shm+tcp" with far links
+          name               the links in use: "shm", or "shm+tcp" with far links
     """
 
     def __init__(
@@ -190,8 +191,8 @@ class ShmTransport(PolledTransport):
         self._arenas = arenas
         self._processes = processes
         self._free = list(range(BOARDS - 1, -1, -1))
-        self._boards: dict[SharedBoard, int] = {}  # and their places
-        # places whose boards others may still read
+        self._boards: dict[SharedBoard, int] = {}  # with their places
+        # places with boards that others may still read
         self._left: list[tuple[int, list[tuple[memoryview, int]]]] = []
         self._waits: list[BoardWait] = []
 
@@ -201,13 +202,13 @@ class ShmTransport(PolledTransport):
 
     @property
     def shared_bytes(self) -> int:
-        """A ring to each rank, and the places of the groups' boards. Pages never written take no
-        room."""
+        """Bytes of a ring to each rank and of the parts of the open boards. Pages that are never
+        written take no memory."""
         return RING_BYTES * len(self.links) + PART_BYTES * len(self._boards)
 
     def reserve_board(self) -> int:
-        """A place, plus BOARDS times the boards closed there before: so others can tell when this
-        one is."""
+        """Return a free place, plus BOARDS times the number of boards closed there before; by this
+        number others detect that the new board is closed."""
         for left in list(self._left):
             place, others = left
             if all(words[CLOSED] > before for words, before in others):
@@ -238,15 +239,15 @@ class ShmTransport(PolledTransport):
         return board
 
     def close_board(self, board: SharedBoard, others: list[tuple[memoryview, int]]) -> None:
-        """Its place is free again when all ranks have closed theirs: until then they may read
+        """Free the board's place when all ranks have closed theirs: until then they may read
         it."""
         self._left.append((self._boards.pop(board), others))
 
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
         """Fill `target` (uint8) with the bytes at `address` of another rank of this host.
 
-        Raises: PeerLostError if that rank is gone, what abort() was given; CommError if the system
-        now forbids it.
+        Raises: PeerLostError if that rank is gone, the error given to abort(); CommError if the
+        system now forbids it.
         """
         assert self._processes is not None, "the board lends"
         what = f"{len(target)} bytes in the memory of rank {rank}"
@@ -281,7 +282,7 @@ class ShmTransport(PolledTransport):
         return BoardPart(self._arenas[rank][place * PART_BYTES : (place + 1) * PART_BYTES])
 
     def await_board(self, board: SharedBoard) -> None:
-        """Wait in the engine until all ranks have posted."""
+        """Wait in the engine until all ranks have posted their part."""
         wait = BoardWait(self, board)
         peers = [self._peers[rank] for rank in board.missing()]
         with self.lock:
