@@ -1,5 +1,5 @@
-"""A plan: along which axes a job is cut, and how its gradients travel. What goes with what:
-plan_checks.py."""
+"""A plan: the axes along which a job is cut, and the way its gradients are sent. Rules for options
+together: plan_checks.py."""
 
 import math
 from dataclasses import dataclass, fields
@@ -41,11 +41,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a job is cut. `Plan(dp=4)`, or `Plan.parse("dp=4")`.
+    """The way a job is cut. `Plan(dp=4)`, or `Plan.parse("dp=4")`.
 
     Attributes: dp, pp, ep, cp, tp   ranks along each axis
                 order         of the axes on the machines: the last is innermost, its ranks are
-                              neighbours on a node; axes that are not named come first
+                              neighbours on a node; axes that are not named are first
                 placement     one of PLACEMENTS: which ranks are neighbours
                 bucket_bytes  largest size of a gradient bucket, in bytes
                 algorithm     of the gradients' collectives: pinned, so that the same plan gives the
@@ -55,43 +55,45 @@ class Plan:
                               those ranks)
                 keep_gathered ZeRO-3: units stay gathered from forward to backward (more memory,
                 less traffic)
-                accumulate    backward passes a step
+                accumulate    backward passes per step
                 precision     one of PRECISIONS
-                compress      how gradients travel along the data axis: "none", or a scheme with its
-                              options, as "top-k:density=0.01" (compress/compress.py)
-                checkpoint_blocks   which blocks' insides backward computes again: "none", "scores",
-                                    "all" or numbers
+                compress      the form of gradients sent along the data axis: "none", or a scheme
+                              with its options, as "top-k:density=0.01" (compress/compress.py)
+                checkpoint_blocks   the blocks whose insides backward computes again: "none",
+                                    "scores", "all" or numbers
                 keep_activations    how their inputs are kept: "whole", or words of WAYS
                                     (memory/kept_inputs.py)
                 activation_memory   choose those blocks by measured times, so that a rank's
-                                    activations take at most so
-                              many bytes (memory/activation_budget.py); None: as checkpoint_blocks says
+                                    activations take at most this number of bytes
+                                    (memory/activation_budget.py); None: as checkpoint_blocks says
                 offload       one of OFFLOADS
                 strategy      one of STRATEGIES
                 schedule      of the pipeline: one of ORDERS (schedules.py); microbatches: of each
-                              pass of a data rank's rows (None: four a stage); stages_per_rank: of
+                              pass of a data rank's rows (None: four per stage); stages_per_rank: of
                               interleaved, any number (None: two)
                 stage_layers  of each stage of the pipeline: "even"; numbers, as "1,2,1"; or
-                              "measured": so that by the time that a block, the embedding and the
-                              output take on rank 0 the slowest stage is as fast as can be. Another
-                              run may measure another split
+                              "measured": the split whose slowest stage is fastest, by the times of
+                              a block, the embedding and the output on rank 0. Another run may
+                              measure another split
                 attention     over ranks of cp: one of ATTENTIONS
-                sequence_parallel   with tp: what lies outside the tensor-parallel regions is
+                sequence_parallel   with tp: the numbers outside the tensor-parallel regions are
                                     divided by tokens
-                replicas      of data-parallel: how many; devices: the numbers of their GPUs, as
+                replicas      of data-parallel: their number; devices: the numbers of their GPUs, as
                               "0,1" ("": one device)
-                servers       of parameter-server: how many ranks of the data axis, the last
-                server_device of parameter-server: where servers are, one of SERVER_DEVICES
+                servers       of parameter-server: the number of ranks of the data axis, the last
+                              ones
+                server_device of parameter-server: the servers' device, one of SERVER_DEVICES
                 server_dtype  of synchronous servers' masters, sums and update: one of SERVER_DTYPES
-                asynchronous, staleness   of parameter-server: update by each gradient as it comes;
-                                          how many steps a
-                              worker may be ahead of the slowest (None: any number)
-                local_steps   each rank trains alone for so many steps, then all meet once (None:
-                              every gradient is summed); outer, outer_lr, outer_momentum: of the
-                              outer optimizer, one of OUTER_OPTIMIZERS (None: as published);
-                              fragments: how many parts the weights travel in; delay: steps that one
-                              is on its way; mix: how much of a rank's own weights then stays;
-                              outer_compress: how they travel (chapter 21)
+                asynchronous, staleness   of parameter-server: update by each gradient when it
+                                          arrives; the most steps that a worker may be ahead of the
+                                          slowest (None: any number)
+                local_steps   number of steps that each rank trains separately before all
+                              synchronize (None: every gradient is summed); outer, outer_lr,
+                              outer_momentum: of the outer optimizer, one of OUTER_OPTIMIZERS (None:
+                              as published); fragments: the number of parts in which weights are
+                              sent; delay: steps until a part arrives; mix: weight of the local
+                              parameters in the merge (0: take the common ones); outer_compress: the
+                              form in which they are sent (chapter 21)
                 device_memory the most bytes that a rank's device may hold (None: no limit)
     Raises:     PlanError for a size below 1, an unknown word, and for options that do not go
                 together.
@@ -152,12 +154,12 @@ class Plan:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Ranks along each axis, outermost first."""
+        """The number of ranks along each axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The number of all ranks."""
         return math.prod(self.axes.values())
 
     @property
@@ -167,18 +169,18 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """Ranks that share the dense weights, and so their gradients and ZeRO's shards: along dp,
-        ep and cp."""
+        """The number of ranks that share the dense weights, and so their gradients and ZeRO's
+        shards: along dp, ep and cp."""
         return self.dp * self.ep * self.cp
 
     @property
     def workers(self) -> int:
-        """Ranks of the data axis that take a part of the batch."""
+        """The number of ranks of the data axis that take a part of the batch."""
         return self.dp - self.servers if self.strategy == "parameter-server" else self.dp
 
     @property
     def masters_of_servers(self) -> str | None:
-        """The dtype of servers' masters; None: servers update the weights that travel."""
+        """The dtype of servers' masters; None: servers update the weights that they send."""
         wide = (
             "float32" if self.strategy == "parameter-server" and self.precision == "bf16" else None
         )
@@ -186,7 +188,7 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline."""
+        """The number of stages of the pipeline."""
         return self.pp * stages_a_rank(self.schedule, self.stages_per_rank) if self.pp > 1 else 1
 
     @property
@@ -200,8 +202,10 @@ class Plan:
         return self.schedule in UPDATING
 
     def updates(self, sequences: int) -> int:
-        """Updates of a step: one, or one a microbatch with rows. Args: sequences: of the batch.
-        Returns: from 1."""
+        """Return the number of updates of a step: one, or one per microbatch with rows.
+
+        Args:    sequences: of the batch. Returns: from 1.
+        """
         return (
             min(self.pieces, -(-sequences // (self.dp * self.ep)))
             if self.updates_each_microbatch
@@ -210,7 +214,8 @@ class Plan:
 
     @property
     def boundaries(self) -> int:
-        """Boundaries between stages on two ranks: activations and gradients are sent over each."""
+        """The number of boundaries between stages on two ranks: activations and gradients are sent
+        over each."""
         return self.stages - 1 - self.v_shaped
 
     @property
@@ -220,12 +225,12 @@ class Plan:
 
     @property
     def pieces(self) -> int:
-        """Microbatches a pass."""
+        """The number of microbatches per pass."""
         return self.microbatches or (4 * self.pp if self.pp > 1 else 1)
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """The plan that a text says. Args: text: axis=size pairs joined by commas, as in
+        """Return the plan that a text says. Args: text: axis=size pairs joined by commas, as in
         "dp=4,tp=2".
 
         Returns: the Plan, whose other options are the defaults. Raises: PlanError for any other
@@ -250,5 +255,5 @@ class Plan:
         return cls(**sizes)
 
     def as_dict(self) -> dict[str, int | str | None]:
-        """Every field by name, for metrics.json. Returns: {field: its value}."""
+        """Return every field by name, for metrics.json. Returns: {field: its value}."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
