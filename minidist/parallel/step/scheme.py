@@ -1,8 +1,8 @@
-"""How gradients travel between the ranks that sum them: as they are, or by a scheme of
-parallel/compress/ (chapter 21).
+"""The form in which gradients are sent between the ranks that sum them: as they are, or by a scheme
+of parallel/compress/ (chapter 21).
 
-A data axis hands each bucket to its Scheme when the bucket's gradients are final, and gets a call
-under way.
+A data axis passes each bucket to its Scheme when the bucket's gradients are final, and gets a
+pending call.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from minidist.optim import Optimizer
 
 
 class GradientRun(NamedTuple):
-    """What a scheme knows of a bucket, from the first step to the last.
+    """The facts about a bucket that a scheme knows, from the first step to the last.
 
-    Attributes: spans: (parameter, which elements of it when flattened), one after another in the
-    bucket.
+    Attributes: spans: (parameter, the elements of it when flattened), one after another in the
+                bucket.
                 group: the ranks that sum it; verb: "all_reduce", or "reduce_scatter" (ZeRO-1,
                 ZeRO-2).
     """
@@ -33,12 +33,12 @@ class GradientRun(NamedTuple):
 
     @classmethod
     def whole(cls, parameters: Sequence[Parameter], group: Group, verb: str) -> "GradientRun":
-        """The bucket of some whole parameters."""
+        """Return the bucket of some whole parameters."""
         return cls(tuple((p, range(p.size)) for p in parameters), group, verb)
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return sum(len(part) for _, part in self.spans)
 
     @property
@@ -48,7 +48,7 @@ class GradientRun(NamedTuple):
 
 @entries  # a call's place is then the strategy's line
 class Scheme:
-    """Gradients travel as they are, by collectives of the given algorithm.
+    """The plain scheme: gradients are sent as they are, by collectives of the given algorithm.
 
     Attributes: name; runs: the buckets, by index
                 errors: ("worker" or "server", index) -> what was not sent, and is added to the next
@@ -72,30 +72,30 @@ class Scheme:
         self.runs = runs
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Know the optimizer, once, before the first step. Raises: ConfigError if the scheme needs
+        """Take the optimizer, once, before the first step. Raises: ConfigError if the scheme needs
         another."""
 
     def begin_step(self, scale: float = 1.0) -> None:
-        """A step begins; its gradients are multiplied by `scale` (float16's loss scale), and the
-        state follows."""
+        """Begin a step whose gradients are multiplied by `scale` (float16's loss scale); rescale
+        the scheme's state."""
         if scale != self.counters["scale"]:
             for kept in (*self.errors.values(), *self.private.values()):
                 kept *= scale / self.counters["scale"]
         self.counters.update(steps=self.counters["steps"] + 1, scale=scale)
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:
-        """Begin to sum a bucket (n,) over its group; after wait() it holds the sum, the same bits
+        """Start to sum a bucket (n,) over its group; after wait() it holds the sum, the same bits
         on every rank."""
         return self.runs[index].group.start_all_reduce(bucket, out=bucket, algorithm=self.algorithm)
 
     def start_reduce_scatter(self, index: int, bucket: Array, out: Array) -> Pending:
-        """Begin to sum a bucket (n,); after wait() `out`, perhaps a part of it, holds this rank's
-        chunk of the sum."""
+        """Start to sum a bucket (n,); after wait() `out`, which may be a part of it, holds this
+        rank's chunk of the sum."""
         return self.runs[index].group.start_reduce_scatter(
             bucket, out=out, algorithm=self.algorithm
         )
 
     def sent_bytes(self, run: GradientRun) -> int | None:
-        """Bytes that the ranks of its group send together for a sum; None: as the algorithm; -1:
-        the numbers decide."""
+        """Return the bytes that the ranks of its group send together for a sum; None: as the
+        algorithm; -1: it depends on the numbers."""
         return None
