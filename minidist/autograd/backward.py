@@ -3,9 +3,9 @@
 backward() first visits all nodes behind the loss and counts the contributions that each leaf will
 get. Then it walks them in descending order of creation, so that every user of a result has run
 before the node that made the result. It drops the saved values of a node as soon as its gradient
-functions have run. The order depends on the order of the forward alone, so every run gives the same
-bits. At a Stretch (recompute.py) the forward of the stretch runs again and leaves its nodes. They
-are younger than all nodes that are left, so they come next.
+functions have run. The order depends only on the order of the forward, so every run gives the same
+bits. At a Stretch (recompute.py) the forward of the stretch runs again and leaves its nodes. These
+nodes are younger than all others that are left, so they run next.
 """
 
 from collections import Counter
@@ -33,19 +33,20 @@ __all__ = ["Surveyed", "WeightGradient", "backward"]
 
 
 class _Walk:
-    """One backward: the gradients that have arrived at nodes, and the contributions that each leaf
-    still waits for."""
+    """The state of one backward: the gradients that have arrived at nodes, and the contributions
+    that each leaf still waits for."""
 
     def __init__(self, defer_weights: bool) -> None:
         self.defer_weights = defer_weights
         self.deferred: list[WeightGradient] = []
-        self.waiting: Counter[int] = Counter()  # id(leaf) -> contributions still to come
+        self.waiting: Counter[int] = Counter()  # id(leaf) -> contributions that have not arrived
         # id(node) -> by output, as deliver's
         self._arrived: dict[int, list[tuple[Array, bool] | None]] = {}
         self._leaves: dict[int, Array] = {}  # id(leaf with tensor hooks) -> sum so far
 
     def survey(self, start: Node, begin: int = -1) -> list[Node]:
-        """As behind(); counts the contributions that each leaf will get."""
+        """Return the nodes behind `start`, as behind() does, and count the contributions that each
+        leaf will get."""
         nodes, out = behind(start, begin)
         for node in nodes:
             if node.released:
@@ -96,8 +97,8 @@ class _Walk:
             node.release()
 
     def _retrace(self, stretch: Stretch, dy: Array) -> list[Node]:
-        """The nodes a stretch stands for. Its gradient goes to the last of them; their leaves are
-        counted anew."""
+        """Return the nodes that a stretch stands for. Its gradient goes to the last of them; the
+        contributions to their leaves are counted again."""
         result = stretch.retrace()
         nodes = self.survey(result.node, stretch.order)
         for edge in stretch.edges:
@@ -166,7 +167,7 @@ class _Walk:
 
 
 def _call_hooks(hooks: Sequence[GradientHook], gradient: Array | None) -> Array | None:
-    """The gradient after all hooks; each may return a replacement."""
+    """Return the gradient after all hooks; each hook may return a replacement."""
     if gradient is not None:
         for hook in list(hooks):
             replacement = hook(gradient)
@@ -175,8 +176,8 @@ def _call_hooks(hooks: Sequence[GradientHook], gradient: Array | None) -> Array 
 
 
 def _shares_buffer(gradient: Array, dy: Any) -> bool:
-    """Whether `gradient` is dy or a view of it (as the gradient of an addition), or a broadcast,
-    read-only in NumPy."""
+    """Return whether `gradient` is dy, a view of dy (as the gradient of an addition is), or a
+    broadcast, which NumPy makes read-only."""
     flags = gradient.flags
     if not flags.c_contiguous or not getattr(flags, "writeable", True):
         return True

@@ -15,7 +15,7 @@ _mode = _Mode()
 
 
 def is_grad_enabled() -> bool:
-    """Whether ops called on this thread leave nodes on the tape."""
+    """Return whether ops called on this thread leave nodes on the tape."""
     return _mode.grad
 
 

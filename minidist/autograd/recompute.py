@@ -3,21 +3,20 @@
     y = recompute(block, x, positions)        # keeps x and y, and nothing in between
 
 `recompute` runs the function and replaces all nodes that it left, with the arrays they hold, by one
-node, a Stretch. When backward arrives there, the function runs again, and backward goes on through
-the new nodes:
+node, a Stretch. When backward reaches this node, the function runs again, and backward continues
+through the new nodes:
 
-    forward     x ── n1 ── n2 ── n3 ── y          kept:  x ── stretch ── y
-    backward    x ── n1 ── n2 ── n3 ── dy         made again when dy arrives, walked at once, and
-                                                  dropped
+    forward     x ── n1 ── n2 ── n3 ── y      kept:  x ── stretch ── y
+    backward    x ── n1 ── n2 ── n3 ── dy     made again when dy arrives, walked at once, dropped
 
 So hooks and deferred gradients work inside a stretch too. The edges of a stretch are those that
-lead out of it: so the contributions to a weight that is used inside and outside are counted, and
+lead out of it. So the contributions to a weight that is used inside and outside are counted, and
 its hooks run when its gradient is final.
 
-What a stretch keeps of x may be put away in the meantime, `keep=`: cut over ranks, in fewer bits,
-in another memory (parallel/memory/kept_inputs.py). It is brought back just before the function runs
-again, and the input of the stretch that comes next in backward is asked for at that moment, so that
-it comes while this one computes.
+With `keep=`, the input x of a stretch may be put away until backward: cut over ranks, in fewer
+bits, in another memory (parallel/memory/kept_inputs.py). It is brought back just before the
+function runs again. At that moment the input of the stretch that is next in backward is prefetched,
+so that it arrives while this stretch computes.
 Source: Griewank & Walther 2000; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
@@ -36,8 +35,8 @@ _thread = threading.local()  # `again`: whether this thread is in a retrace; ran
 
 
 def computed_again() -> bool:
-    """Whether backward is running a stretch for the second time; counters of calls must not count
-    it twice."""
+    """Return whether backward is running a stretch for the second time; counters of calls must not
+    count it twice."""
     return getattr(_thread, "again", False)
 
 
@@ -45,10 +44,10 @@ class Kept(Protocol):
     """An array that was put away."""
 
     def prefetch(self) -> None:
-        """It will be asked for soon."""
+        """Start to bring the array back, if that takes time: `take` will be called soon."""
 
     def take(self) -> Array:
-        """The array, or what is left of it after fewer bits; called once."""
+        """Return the array, changed if it was kept in fewer bits; called once."""
 
 
 class _PutAway:
@@ -63,7 +62,7 @@ class _PutAway:
             self.leaf.data = hollow_array(x.data)
 
     def back(self) -> Tensor:
-        """The argument again."""
+        """Return the argument again."""
         data = self.kept.take()
         if self.leaf is None:
             return Tensor._of(data, self.node, self.index)
@@ -72,7 +71,7 @@ class _PutAway:
 
 
 def hollow_array(like: Array) -> Array:
-    """One zero, broadcast to a shape: where the shape is enough."""
+    """Return one zero, broadcast to a shape: for code that needs only the shape."""
     xp = array_module(like)
     return xp.broadcast_to(xp.zeros((), like.dtype), like.shape)
 
@@ -83,8 +82,8 @@ def recompute(
     keep: Callable[[Array], Kept] | None = None,
     **options: Any,
 ) -> Tensor:
-    """The result of function(*args, **options); the arrays inside are not kept but computed again
-    in backward.
+    """Return function(*args, **options); the arrays inside are not kept but computed again in
+    backward.
 
     Args:    function: returns one Tensor. Both runs must do the same: random numbers by key, no
              side effects.
@@ -120,8 +119,8 @@ class Stretch(Node):
     __slots__ = ()
 
     def retrace(self) -> Tensor:
-        """Run the function again, and keep its nodes. Raises: GradientError if it uses its weights
-        otherwise."""
+        """Run the function again, and keep its nodes. Raises: GradientError if it uses other
+        weights."""
         begin = Node(_stretch, [], {}, {}).order
         call = self._call_again()
         outer = computed_again()
@@ -141,8 +140,8 @@ class Stretch(Node):
         return result
 
     def _call_again(self) -> Callable[[], Tensor]:
-        """The call with its arguments; what was put away is brought back, and the stretch before is
-        told."""
+        """Return the call with its arguments. An input that was put away is brought back, and that
+        of the stretch before is prefetched."""
         call: partial[Tensor] = self.call
         if not call.args or not isinstance(call.args[0], _PutAway):
             return call
@@ -154,7 +153,7 @@ class Stretch(Node):
 
 
 def _before(stretch: Stretch) -> Stretch | None:
-    """The youngest stretch behind this one: backward comes to it next."""
+    """Return the youngest stretch behind this one: the next that backward reaches."""
     seen: dict[int, Node] = {}
     ahead: list[Node] = [stretch]
     while ahead:
@@ -171,7 +170,7 @@ def _before(stretch: Stretch) -> Stretch | None:
 
 
 def _weights(edges: list[Edge]) -> Counter[int]:
-    """How often each weight was used."""
+    """Return the number of uses of each weight."""
     return Counter(id(edge.source) for edge in edges if isinstance(edge.source, Parameter))
 
 
@@ -182,5 +181,5 @@ def _name(function: Callable[..., Any]) -> str:
 
 @op
 def _stretch(*parts: Any) -> tuple[Any, Saved]:
-    """Gives a Stretch its name; it has no arithmetic of its own."""
+    """Give a Stretch its name; it has no arithmetic of its own."""
     return parts, saved()

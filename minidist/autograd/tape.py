@@ -1,7 +1,7 @@
 """The tape: ops, and the nodes that they leave.
 
 An op computes on plain arrays and names the values that its gradients will need. Each
-differentiable argument has one gradient function, beside the forward:
+differentiable argument has one gradient function, next to the forward:
 
     @op
     def mul(a, b):                                   # broadcasting
@@ -115,7 +115,7 @@ class Node:
         return value.data if isinstance(value, Parameter) else value
 
     def needs(self, argument: str) -> bool:
-        """Whether the gradient of `argument` is needed."""
+        """Return whether the gradient of `argument` is needed."""
         return any(self.op.argument_name(edge.argument) == argument for edge in self.edges)
 
     def once(self, compute: Callable[["Node", Array], Any], dy: Array) -> Any:
@@ -131,8 +131,8 @@ class Node:
         self._saved = {}
 
     def room(self, argument: str) -> Array | None:
-        """A stale view that a strategy bound to the Parameter `argument`, to receive its gradient
-        (`out=`), or None."""
+        """Return a stale view that a strategy bound to the Parameter `argument`, to receive its
+        gradient (`out=`), or None."""
         for edge in self.edges:
             if self.op.argument_name(edge.argument) == argument and isinstance(
                 edge.source, Parameter
@@ -150,8 +150,8 @@ class Node:
 
 
 def behind(last: Node, begin: int = -1) -> tuple[list[Node], list[Edge]]:
-    """`last` and all nodes behind it younger than `begin`, oldest first; and the edges that lead
-    out of them."""
+    """Return `last` and all nodes behind it younger than `begin`, oldest first; and the edges that
+    lead out of them."""
     found = {id(last): last}
     out = []
     stack = [last]

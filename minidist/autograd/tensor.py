@@ -45,7 +45,7 @@ Surveyed: TypeAlias = Callable[[Collection[int]], None]
 def _operators(
     name: str,
 ) -> tuple[Callable[["Tensor", Any], "Tensor"], Callable[["Tensor", Any], "Tensor"]]:
-    """The methods of Tensor behind an operator: for a Tensor on its left, and for one on its
+    """Return the methods of Tensor for an operator: for a Tensor on its left, and for one on its
     right."""
     return lambda self, other: FUNCTIONS[name](self, other), lambda self, other: FUNCTIONS[name](
         other, self
@@ -53,7 +53,7 @@ def _operators(
 
 
 class Tensor:
-    """A NumPy or CuPy array, which is not copied, and which ops can follow.
+    """A NumPy or CuPy array, which is not copied, and whose ops the tape records.
 
     Args:    requires_grad: whether backward computes its gradient.
     Raises:  DtypeError if requires_grad and the dtype is not a float.
@@ -239,8 +239,8 @@ class Parameter(Tensor):
                              tied weight gets several)
                 arrival      arrival(), if set, is called before `data` is read; it waits for other
                              ranks' numbers
-                lender       lender(parameter), if set, gives the view to bind when a gradient comes
-                             and none is bound
+                lender       lender(parameter), if set, returns the view to bind when a gradient
+                             arrives and none is bound
                 shared_by    the ranks that hold the parameter, if not all of the data axis
                              (experts, chapter 18)
                 layout       a sort key: buckets and vectors hold parameters of one layout only
@@ -331,11 +331,11 @@ class Parameter(Tensor):
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The shape of the whole parameter, of which this may be a shard (nn/weight_shard.py)."""
+        """The shape of the whole parameter; this parameter may be a shard (nn/weight_shard.py)."""
         return self.shape
 
     def whole_name(self, name: str) -> str:
-        """Return the name of the whole parameter; `name` is that of this one."""
+        """Return the name of the whole parameter; `name` is the name of this one."""
         return name
 
     @property
@@ -378,7 +378,7 @@ class Parameter(Tensor):
         return None if self._fresh or self.tensor_hooks else self._view
 
     def accumulate(self, gradient: Array, *, own: bool = False) -> None:
-        """As Tensor.accumulate; into the bound view if there is one."""
+        """Add to the gradient, as Tensor.accumulate does; into the bound view if there is one."""
         self.gradient_room()  # may bind the lender's view
         if self._view is None:
             super().accumulate(gradient, own=own)
@@ -397,7 +397,7 @@ class Parameter(Tensor):
 
 @dataclass(eq=False)
 class WeightGradient:
-    """One gradient of a weight, deferred by backward(defer_weights=True): the "W" of zero-bubble
+    """One deferred gradient of a weight (backward(defer_weights=True)): the "W" of zero-bubble
     pipelines.
 
     Call it once, at any later time. Until then the node's saved values and the gradient of its

@@ -1,4 +1,4 @@
-"""Data sets, and the part of each rank. The order of samples depends on seed and step alone."""
+"""Data sets, and the part of each rank. The order of samples depends only on seed and step."""
 
 from minidist.data import digits, mnist, text
 from minidist.data.images import ImageData, Images

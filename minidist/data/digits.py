@@ -9,8 +9,8 @@ _TEST = 360  # the last fifth is held out
 
 
 def load() -> ImageData:
-    """1,437 images for training, 360 for testing. Raises: DataError without scikit-learn (extra
-    `digits`)."""
+    """Return 1,437 images for training, 360 for testing. Raises: DataError without scikit-learn
+    (extra `digits`)."""
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra, and slow to import
     except ImportError as error:

@@ -27,8 +27,8 @@ class Images:
         return len(self.labels)
 
     def batch(self, which: Any, dtype: Any = "float32") -> tuple[np.ndarray, np.ndarray]:
-        """The images `which` (an integer array or a slice), (b, rows·columns) in [0, 1], and their
-        labels (b,)."""
+        """Return the images `which` (an integer array or a slice), (b, rows·columns) in [0, 1], and
+        their labels (b,)."""
         chosen = self.pixels[which]
         return chosen.reshape(len(chosen), -1).astype(dtype) / np.asarray(
             self.white, dtype

@@ -1,6 +1,7 @@
 """MNIST, from the user's IDX files: 60,000 and 10,000 images of 28 × 28.
 
-An IDX file is  0 0 type dims | sizes, 4 bytes each, big-endian | elements, big-endian.    Source: LeCun, MNIST's page.
+An IDX file is  0 0 type dims | sizes, 4 bytes each, big-endian | elements, big-endian.
+Source:  LeCun, MNIST's page.
 """
 
 import gzip
@@ -26,7 +27,7 @@ _MOST_DIMS = 32
 
 
 def load(folder: str | Path) -> ImageData:
-    """The four files of MNIST (or of a set in its format) in `folder`, plain or .gz.
+    """Read the four files of MNIST (or of a set in its format) in `folder`, plain or .gz.
 
     Raises:  DataError if a file is missing or malformed, or images and labels do not belong
              together.
@@ -47,7 +48,7 @@ def load(folder: str | Path) -> ImageData:
 
 
 def _find(folder: Path, name: str) -> Path:
-    """The file, under one of its usual names. Raises: DataError."""
+    """Return the path of the file, under one of its usual names. Raises: DataError."""
     for candidate in (name, name.replace("-idx", ".idx")):
         for path in (folder / candidate, folder / f"{candidate}.gz"):
             if path.is_file():
@@ -59,8 +60,8 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def read_idx(path: str | Path) -> np.ndarray:
-    """The array in an IDX file, plain or .gz, in this machine's byte order; reads no more than its
-    header announces.
+    """Return the array in an IDX file, plain or .gz, in this machine's byte order; read no more
+    than its header announces.
 
     Raises:  DataError if the file cannot be read or does not agree with its header.
     """
@@ -75,7 +76,7 @@ def read_idx(path: str | Path) -> np.ndarray:
 
 
 def _parse(path: Path, file: BinaryIO) -> np.ndarray:
-    """The array in an open IDX file. Raises: DataError, with the path."""
+    """Return the array in an open IDX file. Raises: DataError, with the path."""
     magic = file.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] > _MOST_DIMS:
         raise DataError(
@@ -100,7 +101,7 @@ def _parse(path: Path, file: BinaryIO) -> np.ndarray:
 
 
 def _read_at_most(file: BinaryIO, limit: int) -> bytes:
-    """Up to `limit` bytes, read in pieces, so that a wrong header costs no memory."""
+    """Return up to `limit` bytes, read in pieces, so that a wrong header costs no memory."""
     pieces = []
     left = limit
     while left and (piece := file.read(min(left, 1 << 20))):

@@ -1,15 +1,15 @@
 """A batch as the ranks of a job pass it to a step: checked, and compared or put together.
 
-    step(batch)               every rank passes the global batch     digests travel with the loss
-    step(batch, local=True)   each rank passes its own sequences     their number travels before
+    step(batch)               every rank passes the global batch     digests are sent with the loss
+    step(batch, local=True)   each rank passes its own sequences     their number is sent before
 
     reader 0   rows of rank 0      the global batch is these parts, one after another; ranks along
     reader 1   rows of rank 1      pp, cp and tp that share a reader's rows pass the same
 
-Before the first step all ranks compare their batches, so that none waits for a message that
-another does not send. Ranks of tp, which have the loss alike, compare theirs with the clipping
-norm; without one, in each 100th step. A digest is a whole number of 52 bits, which float64 holds:
-32 bits of the numbers, 20 of shape and dtype.
+Before the first step all ranks compare their batches, so that none waits for a message that another
+does not send. Ranks of tp all have the same loss, so they compare their batches together with the
+clipping norm; without one, in each 100th step. A digest is a whole number of 52 bits, which float64
+holds: 32 bits of the numbers, 20 of shape and dtype.
 """
 
 import zlib
@@ -45,12 +45,12 @@ ADVICE = (
 
 
 class RankBatch(tuple[Array, Array]):
-    """(inputs, targets) as this rank was given them, with what it knows of the other ranks.
+    """(inputs, targets) as this rank was given them, and facts about the other ranks' batches.
 
     Attributes: digests: of inputs and targets, to be compared with the other ranks', or none.
-                differs: from another rank's, as this rank has seen (add_squares).
-                rows: how many sequences each reader of the batch has, if this rank was given its
-                own alone; None: it was given the global batch.
+                differs: this rank has seen that another rank's batch differs (add_squares).
+                rows: the number of sequences of each reader of the batch, if this rank was given
+                only its own; None: it was given the global batch.
     """
 
     digests: tuple[float, ...] = ()
@@ -59,13 +59,14 @@ class RankBatch(tuple[Array, Array]):
 
 
 class Reader(Protocol):
-    """What a BatchMeeting asks of a strategy: who reads which rows, and who waits for others."""
+    """The part of a strategy that a BatchMeeting uses: which ranks read which rows, and whether
+    ranks wait for each other."""
 
     asynchronous: bool
     diverged: Any
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
-        """(group, k): its first k ranks divide the rows of a batch."""
+        """Return (group, k): the first k ranks of the group divide the rows of a batch."""
         ...
 
 
@@ -117,7 +118,7 @@ def check_batch(who: str, batch: Any, context: int, *, may_be_empty: bool = Fals
 
 
 def digest_of(array: Array, step: int) -> float:
-    """Return the digest of a batch's array in a step; of a large one other rows in each step."""
+    """Return the digest of a batch's array in a step; of a large array other rows in each step."""
     content = 0
     if device_of(array) == "cpu" or step % EVERY == 0:
         row = max(1, array.itemsize * array.shape[1])
@@ -129,28 +130,30 @@ def digest_of(array: Array, step: int) -> float:
 
 
 def with_digests(batch: Batch, step: int) -> RankBatch:
-    """Return the batch of a step, with what the ranks compare when they add up its losses."""
+    """Return the batch of a step with its digests, which the ranks compare when they add up its
+    losses."""
     found = RankBatch(batch)
     found.digests = (digest_of(batch[0], step), digest_of(batch[1], step))
     return found
 
 
 def rows_of_all(batch: Batch, size: int) -> list[int]:
-    """Return how many rows of the global batch each of `size` readers has."""
+    """Return the number of rows of the global batch that each of `size` readers has."""
     if isinstance(batch, RankBatch) and batch.rows is not None:
         return list(batch.rows)
     return [len(part) for part in np.array_split(np.arange(len(batch[0])), size)]
 
 
 def targets_in(batch: Batch) -> int:
-    """Return how many targets the global batch has."""
+    """Return the number of targets in the global batch."""
     if isinstance(batch, RankBatch) and batch.rows is not None:
         return int(sum(batch.rows) * batch[1].shape[1])
     return int(batch[1].size)
 
 
 def digests_of(batch: Batch) -> tuple[float, ...]:
-    """Return what the ranks compare of a batch: a number of the inputs, one of the targets."""
+    """Return the numbers of a batch that the ranks compare: one for the inputs, one for the
+    targets."""
     return batch.digests if isinstance(batch, RankBatch) else ()
 
 
@@ -158,9 +161,10 @@ def digests_of(batch: Batch) -> tuple[float, ...]:
 
 
 class BatchMeeting:
-    """Compares what the ranks of a job pass to their steps.
+    """A check that the ranks of a job pass matching batches to their steps.
 
-    Args:    world: all ranks, of which each makes one; strategy: says who reads which rows.
+    Args:    world: all ranks; each of them makes one BatchMeeting; strategy: says which ranks read
+             which rows.
     """
 
     def __init__(self, world: Group, strategy: Reader) -> None:
@@ -169,14 +173,17 @@ class BatchMeeting:
         self._met = False  # the ranks have compared a batch before its step
 
     def take(self, batch: Batch, *, step: int, context: int, local: bool) -> Batch:
-        """Check a rank's batch; return it with what the step has to know of the other ranks'.
+        """Check a rank's batch; return it with the facts about the other ranks' batches that the
+        step needs.
 
-        Args:    context: as check_batch; local: the batch has this rank's own sequences alone.
-        Cost:    before the first step and each 100th, unless ranks train apart, and with `local`
-                 before each: an all-gather of six float64 a rank, counted under `control`. Other
-                 batches are compared by the messages of norms and losses (add_losses).
+        Args:    context: as check_batch; local: the batch has only this rank's own sequences.
+        Cost:    before the first step and each 100th, unless ranks train separately, and with
+                 `local` before each step: an all-gather of six float64 per rank, counted under
+                 `control`. Other batches are compared by the messages of norms and losses
+                 (add_losses).
         Raises:  as check_batch; MismatchError, ConfigError, ShapeError for batches that do not go
-                 together, the same on every rank; PlanError for `local` if ranks never meet.
+                 together, the same on every rank; PlanError for `local` if the ranks never
+                 synchronize.
         """
         alone = self.world.size == 1
         check_batch("step", batch, context, may_be_empty=local and not alone)
@@ -223,10 +230,10 @@ class BatchMeeting:
 def own_part(
     batch: Batch, table: np.ndarray, digests: np.ndarray, ranks: Sequence[int], readers: int
 ) -> RankBatch:
-    """Return a rank's own part of the global batch, which knows the rows of all readers.
+    """Return a rank's own part of the global batch; the part knows the rows of all readers.
 
-    Args:    table: one row a rank: which reader it is (negative: none), sequences, tokens.
-             digests: one row a rank; ranks: their numbers in the world.
+    Args:    table: one row per rank: its number as a reader (negative: none), sequences, tokens.
+             digests: one row per rank; ranks: their numbers in the world.
     Raises:  as BatchMeeting.take.
     """
     of, sequences, lengths = table.T
@@ -261,7 +268,7 @@ def own_part(
 
 
 def check_digests(digests: np.ndarray, ranks: Sequence[int], *, own: bool = False) -> None:
-    """Raise MismatchError unless all digests are equal: one row a rank, of inputs and targets.
+    """Raise MismatchError unless all digests are equal: one row per rank, of inputs and targets.
 
     Args:    ranks: in the world; own: of ranks that share the rows of one reader.
     """
@@ -298,9 +305,9 @@ def add_squares(group: Group, share: float, batch: Batch) -> float:
 def add_losses(group: Group, share: float, batch: Batch, *, everyone: Group | None = None) -> float:
     """Return the sum of the ranks' shares of a step's loss; compare their batches.
 
-    Args:    everyone: all ranks, some of which may have seen at add_squares that batches differ.
+    Args:    everyone: all ranks; some of them may have seen in add_squares that batches differ.
     Returns: the same bits on every rank, added in rank order.
-    Cost:    one all-gather of a float64 a rank, and of two more if there is something to compare,
+    Cost:    one all-gather of a float64 per rank, and of two more if there is something to compare,
              counted under `control`.
     Raises:  MismatchError, the same on every rank, if their batches differ.
     """
@@ -313,7 +320,8 @@ def add_losses(group: Group, share: float, batch: Batch, *, everyone: Group | No
 
 
 def share_record(share: float, batch: Batch) -> np.ndarray:
-    """Return what a rank tells the others: its share of a number of the step, and its digests."""
+    """Return the record that a rank sends to the others: its share of a number of the step, and its
+    digests."""
     digests = digests_of(batch)
     if isinstance(batch, RankBatch) and batch.differs:
         digests = (DIFFERS, DIFFERS)

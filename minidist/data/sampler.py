@@ -1,5 +1,5 @@
 """The samples of each rank: one shuffled order of the data set is cut into global batches, and each
-among the ranks."""
+batch is cut among the ranks."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -19,11 +19,11 @@ class DistributedSampler:
             for mine in sampler:
                 images[mine]
 
-    The order of an epoch depends on seed and epoch alone. Step s takes its places s·batch to
+    The order of an epoch depends only on seed and epoch. Step s takes its places s·batch to
     (s+1)·batch, cut among the ranks as by `numpy.array_split`. So the shares of all ranks, joined,
     are the same for any number of ranks.
 
-    Args:    length: samples in the data set; batch: samples a step, of all ranks together.
+    Args:    length: samples in the data set; batch: samples per step, of all ranks together.
              shuffle: False keeps the order 0, 1, 2, …
              last: for a last batch that is not full: "keep" it short, "drop" it, or "repeat" the
              first samples.
@@ -63,7 +63,7 @@ class DistributedSampler:
         self.last = last
 
     def __len__(self) -> int:
-        """Steps of an epoch: the same on every rank."""
+        """Return the number of steps of an epoch: the same on every rank."""
         return self.length // self.batch if self.last == "drop" else -(-self.length // self.batch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -71,8 +71,8 @@ class DistributedSampler:
         self.epoch = epoch
 
     def order(self) -> np.ndarray:
-        """The order of the epoch, for all ranks: int64, `length` numbers; fewer or more if `last`
-        says so."""
+        """Return the order of the epoch, for all ranks: int64, `length` numbers; fewer or more if
+        `last` says so."""
         samples = np.arange(self.length)
         if self.shuffle:
             samples = np.argsort(

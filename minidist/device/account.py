@@ -4,18 +4,16 @@ An account sums the *distinct* buffers that are registered by `hold`. A view cou
 and a buffer once, under its first category. A weak reference ends the count when the buffer is
 freed. Registering costs a microsecond.
 
-    memory = account.current()                         # the calling thread's account: each rank has
-                                                       its own
+    memory = account.current()                       # of the calling thread: each rank has its own
     memory.hold(weights, "parameters")
-    memory.now["parameters"], memory.peak["total"]     # bytes; the total's peak is the peak of the
-                                                       sum
-    memory.limit = 64 << 20                            # from here on an array that does not fit
-                                                       raises MemoryLimitError
+    memory.now["parameters"], memory.peak["total"]   # bytes; the total's peak is the peak of the
+    sum
+    memory.limit = 64 << 20       # from now on an array that does not fit raises MemoryLimitError
 
 The account holds a rank's own arrays, also those that a transport packs or receives into. It does
 not hold the memory between processes (socket buffers, buffers of MPI, shared memory, which
-Transport.shared_bytes counts). So a limit means
-the same for every transport.          notes: N2 显存占用分析, N4 §4
+Transport.shared_bytes counts). So a limit means the same for every transport.
+notes:   N2 显存占用分析, N4 §4
 """
 
 import threading
@@ -41,7 +39,8 @@ CATEGORIES = (
 
 
 def owner_of(array: Array) -> Array:
-    """The array that owns `array`'s buffer: the end of its chain of `.base` (NumPy and CuPy)."""
+    """Return the array that owns `array`'s buffer: the end of its chain of `.base` (NumPy and
+    CuPy)."""
     base = array.base
     while base is not None and is_array(base):
         array = base
@@ -50,7 +49,7 @@ def owner_of(array: Array) -> Array:
 
 
 class _CountedBuffer(weakref.ref[Any]):
-    """A weak reference to a counted buffer: cheaper by a tenth of `hold` than a reference and a
+    """A weak reference to a counted buffer. It makes `hold` a tenth cheaper than a reference and a
     callback with a key."""
 
     __slots__ = ("key", "category", "nbytes")
@@ -65,9 +64,9 @@ class MemoryAccount:
 
     Args:    limit: the most bytes of all categories together; whose: the memory's name in errors,
              `instead` the remedy.
-    Attributes: follower: called with the live bytes by category whenever a buffer is counted; it
-    keeps no reference to
-                them, and is quick, because other threads wait for it. None: no follower.
+    Attributes: follower: called with the live bytes by category whenever a buffer is counted. It
+                must be quick, because other threads wait for it, and must keep no reference to
+                them. None: no follower.
     """
 
     def __init__(self, *, limit: int | None = None, whose: str = "device memory") -> None:
@@ -140,8 +139,8 @@ class MemoryAccount:
             self._peak = dict(self._now)
 
     def raise_peak(self, peak: dict[str, int]) -> None:
-        """Set peaks to these where they are higher: to what was there before reset_peak measured a
-        part of the time."""
+        """Raise each peak to the one in `peak` where that is higher: to include the time before a
+        reset_peak."""
         with self._lock:
             self._peak = {
                 name: max(nbytes, peak.get(name, 0)) for name, nbytes in self._peak.items()
@@ -154,13 +153,12 @@ class MemoryAccount:
         return {name: {"now": now[name], "peak": peak[name]} for name in now}
 
     def _released(self, held: Any) -> None:
-        """Called when a buffer dies, possibly while this thread holds the lock, so it takes no
-        lock."""
+        """Note that a buffer was freed. Takes no lock, because this thread may hold it."""
         self._freed.append(self._held.pop(held.key))
 
     def _settle(self) -> None:
-        """Subtract the buffers that died since the last call; always before adding, so that peaks
-        are exact."""
+        """Subtract the buffers that were freed since the last call; always called before adding, so
+        that peaks are exact."""
         while self._freed:
             held = self._freed.popleft()
             self._now[held.category] -= held.nbytes
@@ -183,7 +181,7 @@ _ambient = _Ambient()
 
 
 def current() -> MemoryAccount:
-    """The calling thread's account; each rank that runs as a thread has its own."""
+    """Return the calling thread's account; each rank that runs as a thread has its own."""
     return _ambient.account
 
 

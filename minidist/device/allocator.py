@@ -35,15 +35,16 @@ def tune_allocator(keep_bytes: int = 1 << 30) -> bool:
 
 
 def use_huge_pages(libc: ctypes.CDLL, reserve: int = 256 << 20) -> int:
-    """Ask the kernel for pages of 2 MiB below the heap, once in a process; it grows first, because
-    what is added later is not asked for. Arrays of a step then need 512 times fewer entries of the
-    address cache: a matrix product that walks down columns misses it often, and in a virtual
-    machine each miss is dear.
+    """Ask the kernel for pages of 2 MiB for the heap, once in a process. The heap grows first,
+    because memory that is added later does not get them.
+
+    Arrays of a step then need 512 times fewer entries of the address cache (TLB). A matrix product
+    that walks down columns misses it often, and in a virtual machine each miss is expensive.
 
     Args:    reserve: bytes by which the heap grows. They are addresses; memory is taken when they
              are written.
     Returns: bytes of the heap for which the kernel agreed; 0 where it refuses, or after the first
-    call.
+             call.
     """
     global _in_huge_pages
     if _in_huge_pages or not _MAPS.exists():

@@ -1,9 +1,8 @@
 """NumPy or CuPy behind one name, `xp`; dtypes; random numbers that do not depend on the device or
 on the split.
 
-    xp = array_module(x)                                    # numpy, or cupy if x lives on a GPU
-    w = random_normal("blocks.0.fc.weight", 7, range(n))    # any slice of range(n) draws the same
-                                                            numbers
+    xp = array_module(x)                                   # numpy, or cupy if x lives on a GPU
+    w = random_normal("blocks.0.fc.weight", 7, range(n))   # each slice of range(n) draws its part
 
 CuPy is imported only when a CUDA device is requested. "Low precision" means float16 and bfloat16:
 both are stored and sent in two bytes, but computed in float32 and rounded once (a sum of 4,096 ones
@@ -59,7 +58,7 @@ _SIGNIFICANT_BITS = {
 
 
 def imported_cupy() -> ModuleType | None:
-    """CuPy if it is imported already, else None; then no CuPy array can exist."""
+    """Return CuPy if it is imported already, else None; then no CuPy array can exist."""
     return sys.modules.get("cupy")
 
 
@@ -70,26 +69,26 @@ _local = threading.local()
 
 
 def add_virtual(kind: type) -> None:
-    """From here on `kind` is a class of arrays, whose `module` and `device_name` say where they
-    live."""
+    """Register `kind` as a class of arrays without data; their `module` and `device_name` say where
+    they live."""
     global _virtual
     _virtual += (kind,)
 
 
 def is_virtual(value: object) -> bool:
-    """Whether `value` is an array without data."""
+    """Return whether `value` is an array without data."""
     return isinstance(value, _virtual)
 
 
 def is_simulated() -> bool:
-    """Whether this thread simulates a rank: then nothing is drawn, and large arrays have no
+    """Return whether this thread simulates a rank: then nothing is drawn, and large arrays have no
     data."""
     return getattr(_local, "modules", None) is not None
 
 
 @contextmanager
 def simulated(modules: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: what this thread allocates are arrays without data; `modules`: those of
+    """Context manager: this thread allocates arrays without data; `modules`: the array modules of
     "cpu" and "cuda"."""
     before = getattr(_local, "modules", None)
     _local.modules = modules
@@ -100,7 +99,7 @@ def simulated(modules: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_array(value: object) -> TypeGuard[Array]:
-    """Whether `value` is a NumPy or CuPy array, or one without data."""
+    """Return whether `value` is a NumPy or CuPy array, or one without data."""
     if isinstance(value, np.ndarray):
         return True
     cupy = imported_cupy()
@@ -108,8 +107,8 @@ def is_array(value: object) -> TypeGuard[Array]:
 
 
 def array_module(*arrays: object) -> Any:
-    """The module that computes on `arrays`: cupy if one of them is on a GPU, else numpy. Never
-    imports CuPy."""
+    """Return the module that computes on `arrays`: cupy if one of them is on a GPU, else numpy.
+    Never imports CuPy."""
     cupy = imported_cupy()
     if cupy is None and not _virtual:
         return np
@@ -123,8 +122,8 @@ def array_module(*arrays: object) -> Any:
 
 
 def module_for(device: str) -> Any:
-    """The array module of a device: "cpu" -> numpy, "cuda" -> cupy; on a rank that is simulated,
-    those without data.
+    """Return the array module of a device: "cpu" -> numpy, "cuda" -> cupy; on a simulated rank the
+    modules of arrays without data.
 
     Raises:  DeviceError if CuPy or a GPU is missing; ConfigError for another name.
     """
@@ -166,15 +165,15 @@ def on_gpu(number: int | None) -> Any:
 
 
 def device_of(array: Array) -> str:
-    """The device of an array: "cpu" or "cuda"."""
+    """Return the device of an array: "cpu" or "cuda"."""
     if isinstance(array, np.ndarray):
         return "cpu"
     return array.device_name if isinstance(array, _virtual) else "cuda"  # type: ignore[attr-defined]
 
 
 def on_host(*arrays: object) -> bool:
-    """Whether none of `arrays` is on a GPU: the host's way of computing is taken, in blocks that
-    its caches hold."""
+    """Return whether none of `arrays` is on a GPU. If so, code computes in blocks that the host's
+    caches hold."""
     return all(
         isinstance(array, np.ndarray) or not is_array(array) or device_of(array) == "cpu"
         for array in arrays
@@ -187,13 +186,13 @@ def index_range(*bounds: int) -> np.ndarray:
 
 
 def empty(shape: tuple[int, ...] | int, kind: np.dtype, device: str) -> Array:
-    """A new array on `device`, not initialized. Raises: as `module_for`."""
+    """Return a new array on `device`, not initialized. Raises: as `module_for`."""
     return module_for(device).empty(shape, kind)
 
 
 def to_host(array: Array) -> np.ndarray:
-    """`array` itself if it is NumPy's, else a copy in pinned host memory, which a GPU can write
-    directly."""
+    """Return `array` itself if it is NumPy's, else a copy in pinned host memory, which a GPU can
+    write directly."""
     if device_of(array) == "cpu":
         return array  # type: ignore[no-any-return]
     host = pinned(array.shape, array.dtype)
@@ -202,7 +201,7 @@ def to_host(array: Array) -> np.ndarray:
 
 
 def pinned(shape: tuple[int, ...] | int, kind: Any) -> np.ndarray:
-    """A new array in host memory that a GPU can write directly; on a rank that is simulated one
+    """Return a new array in host memory that a GPU can write directly; on a simulated rank one
     without data."""
     if is_simulated():
         return module_for("cpu").empty(shape, kind)  # type: ignore[no-any-return]
@@ -215,10 +214,10 @@ _PINNED = 1  # cudaMemoryTypeHost
 
 
 def to_device(array: Array, device: str) -> Array:
-    """`array` on `device`; itself if it is there already. The caller may change a host array after
-    the return.
+    """Return `array` on `device`; itself if it is there already. The caller may change a host array
+    after the return.
 
-    A GPU gets the host's byte order, whatever that of `array`.
+    A GPU gets the host's byte order, also if `array` has the other one.
     Raises:  DeviceError, ConfigError as `module_for`.
     """
     if device_of(array) == device:
@@ -240,11 +239,11 @@ def to_device(array: Array, device: str) -> Array:
 
 
 def beside(array: Array, other: Array) -> Array:
-    """`array` on the device of `other`; itself if it is there already. The host does not wait for a
-    copy to a GPU.
+    """Return `array` on the device of `other`; itself if it is there already. The host does not
+    wait for a copy to a GPU.
 
-    So the caller may change an array in pageable memory at once, but one in pinned memory only
-    after the GPU's read.
+    So the caller may change an array in pageable memory at once, but an array in pinned memory only
+    after the GPU has read it.
     """
     if device_of(array) == "cpu" and device_of(other) == "cuda":
         return array_module(other).array(array, order="C")
@@ -252,12 +251,13 @@ def beside(array: Array, other: Array) -> Array:
 
 
 def digested(array: Array) -> Any:
-    """The bytes of an array on any device, for a digest; of one without data none."""
+    """Return the bytes of an array on any device, for a digest; no bytes for an array without
+    data."""
     return b"" if is_virtual(array) else bytes_view(np.ascontiguousarray(to_host(array))).data
 
 
 def bytes_view(array: np.ndarray) -> np.ndarray:
-    """The bytes of a contiguous host array of any dtype and size: a 1-D uint8 view.
+    """Return the bytes of a contiguous host array of any dtype and size: a 1-D uint8 view.
 
     Raises:  ConfigError if the array is not contiguous.
     """
@@ -273,7 +273,7 @@ def bytes_view(array: np.ndarray) -> np.ndarray:
 
 
 def dtype(name: Any) -> np.dtype:
-    """The dtype called `name` ("float32", "bfloat16", "int64", …); a dtype passes through.
+    """Return the dtype called `name` ("float32", "bfloat16", "int64", …); a dtype passes through.
 
     Raises:  ConfigError, which lists the known names.
     """
@@ -287,14 +287,14 @@ def dtype(name: Any) -> np.dtype:
 
 
 def dtype_name(kind: Any) -> str:
-    """The name of a dtype, as `dtype` takes it; ">float32" if it is in the other byte order, which
-    `dtype` refuses."""
+    """Return the name of a dtype, as `dtype` takes it; ">float32" if it is in the other byte order,
+    which `dtype` refuses."""
     found = np.dtype(kind)
     return str(found.name) if found.isnative else f"{found.byteorder}{found.name}"
 
 
 def widen(array: Array) -> Array:
-    """`array` in the dtype of computation: float32 for low precision, else itself."""
+    """Return `array` in the dtype of computation: float32 for low precision, else itself."""
     if array.dtype not in LOW_PRECISION:
         return array
     if array.dtype == np.float16 and isinstance(array, np.ndarray):
@@ -303,8 +303,8 @@ def widen(array: Array) -> Array:
 
 
 def narrow(array: Array, kind: np.dtype, out: Array | None = None) -> Array:
-    """`array` rounded to `kind`; itself if it has that dtype. Too large numbers become infinite,
-    without a warning.
+    """Return `array` rounded to `kind`; itself if it has that dtype. Too large numbers become
+    infinite, without a warning.
 
     Args:    out: the array to write instead, of the same shape and of any dtype that `array` casts
              to.
@@ -334,8 +334,8 @@ def add_into(total: Array, array: Array) -> None:
 
 
 def sum_by_kernel(a: Array, b: Array, out: Array | None = None) -> Array | None:
-    """a + b by kernels/add.cu, into `out` or a new array; b: of a's shape or its last dims. None:
-    not such arrays."""
+    """Return a + b by kernels/add.cu, in `out` or a new array; b has a's shape or its last dims.
+    None if the kernel does not take such arrays."""
     from minidist.device.dispatch import kernel  # noqa: PLC0415 - it imports this module
 
     fits = a.dtype == b.dtype and a.shape[max(0, a.ndim - b.ndim) :] == b.shape
@@ -344,8 +344,8 @@ def sum_by_kernel(a: Array, b: Array, out: Array | None = None) -> Array | None:
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """a @ b, (…, m, k) @ (…, k, n) -> (…, m, n), into `out`; low precision adds in float32 and is
-    rounded once.
+    """Return a @ b, (…, m, k) @ (…, k, n) -> (…, m, n), in `out` or a new array; low precision adds
+    in float32 and is rounded once.
 
     NumPy's float16 matmul is 420 times slower than its float32 matmul, and CuPy's takes low
     precision only in two dims (it upcasts float16, and has no batched bfloat16). So the other cases
@@ -380,15 +380,15 @@ _GOLDEN, _MIX_1, _MIX_2 = (
 
 
 def stream_key(name: str, seed: int) -> np.uint64:
-    """The 64-bit key of the stream (name, seed), which `random_bits` hashes together with each
-    position."""
+    """Return the 64-bit key of the stream (name, seed), which `random_bits` hashes together with
+    each position."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
 
 
 def _hashed(bits: Array, key: np.uint64) -> Array:
-    """splitmix64(key ^ index) of indices (uint64), which are overwritten. Source: Steele, Lea &
-    Flood 2014."""
+    """Return splitmix64(key ^ index) of indices (uint64), which are overwritten. Source: Steele,
+    Lea & Flood 2014."""
     bits ^= key
     bits += _GOLDEN
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
@@ -428,20 +428,20 @@ def _float_dtype(drawer: str, kind: Any) -> np.dtype:
 
 
 def random_bits(name: str, seed: int, index: Any) -> Array:
-    """64 random bits for each global position in `index` (integer array of any shape, or a range):
-    uint64.
+    """Return 64 random bits for each global position in `index` (integer array of any shape, or a
+    range): uint64.
 
     A hash of the stream (name, seed) and the position, without state: a shard that draws its own
     positions gets exactly its slice of the whole, in any order. NumPy and CuPy give the same bits.
-    Cost:    3 to 8 ns a number on one core.
+    Cost:    3 to 8 ns per number on one core.
     Raises:  ConfigError for positions that are not integers.
     """
     return _draw(name, seed, index, np.dtype(np.uint64), lambda bits: bits)
 
 
 def random_uniform(name: str, seed: int, index: Any, kind: Any = "float32") -> Array:
-    """Uniform numbers in [0, 1) at the global positions `index`: the top bits of the hash, as many
-    as the dtype holds.
+    """Return uniform numbers in [0, 1) at the global positions `index`: the top bits of the hash,
+    as many as the dtype holds.
 
     Args, Raises: as random_bits; kind: a float dtype.
     """
@@ -464,7 +464,8 @@ _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 
 def random_normal(name: str, seed: int, index: Any, kind: Any = "float32") -> Array:
-    """Nearly normal numbers, mean 0 and standard deviation 1, at the global positions `index`.
+    """Return nearly normal numbers, mean 0 and standard deviation 1, at the global positions
+    `index`.
 
     Each is the sum of the four 16-bit integers of the hash, centred and scaled. All steps but the
     last multiplication are in integers, so NumPy and CuPy give the same bits; their log and cos

@@ -65,9 +65,11 @@ class HostProducts:
             self._functions[kind] = function
 
     def multiply(self, a: Any, b: Any, out: Any = None) -> Any:
-        """a @ b of two matrices, (m, k) @ (k, n) -> (m, n), into `out`; None if NumPy is to do it.
+        """Return a @ b of two matrices, (m, k) @ (k, n) -> (m, n), in `out`; None if NumPy must
+        compute it.
 
-        NumPy does what is small, stacked, of other dtypes, or not stored by whole rows or columns.
+        NumPy computes small or stacked products, other dtypes, and matrices not stored by whole
+        rows or columns.
         """
         if a.ndim != 2 or b.ndim != 2 or a.dtype != b.dtype or a.dtype not in self._functions:
             return None
@@ -110,8 +112,8 @@ class HostProducts:
 
 
 def _layout(x: Any) -> tuple[int, int] | None:
-    """Whether a matrix is stored by rows or, transposed, by columns; and the elements from one to
-    the next."""
+    """Return whether a matrix is stored by rows or, transposed, by columns, and the number of
+    elements from one row (column) to the next; None for another layout."""
     (down, across) = x.strides
     item = x.itemsize
     (height, width) = x.shape
@@ -124,28 +126,28 @@ def _layout(x: Any) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1)
 def find(prefix: str = sys.prefix) -> Path | None:
-    """MKL's library, where pip puts it; None if it is not there, or the processor is not
-    Intel's."""
+    """Return the path of MKL's library, where pip puts it; None if it is not there, or the
+    processor is not Intel's."""
     if platform.machine() != "x86_64" or "Intel" not in processor():
         return None
     return next(iter(sorted(Path(prefix, "lib").glob("libmkl_rt.so*"))), None)
 
 
 def use(threads: int) -> None:
-    """Take MKL for the large products of this process, if it is found and a rank has one thread;
+    """Use MKL for the large products of this process, if it is found and a rank has one thread;
     else NumPy's BLAS."""
     global _in_use
     _in_use = _loaded(find()) if threads == 1 else None
 
 
 def in_use() -> "HostProducts | None":
-    """What computes large products; None: NumPy."""
+    """Return the library that computes large products; None: NumPy."""
     return _in_use
 
 
 @lru_cache(maxsize=1)
 def _loaded(library: Path | None) -> HostProducts | None:
-    """MKL without threads; None if there is none, or it cannot be loaded here."""
+    """Return MKL without threads; None if there is none, or it cannot be loaded here."""
     if library is None:
         return None
     try:

@@ -1,8 +1,8 @@
-"""The cores of a machine that a job may use, dealt over its ranks.
+"""The cores of a machine that a job may use, divided among its ranks.
 
-    deal([0, 1, 2, 3], 2)   [0, 1] and [2, 3]           each rank has its own
-    deal([0, 1], 3)         [0, 1] for each rank        fewer cores than ranks: all share them, the
-                                                        system schedules
+    deal([0, 1, 2, 3], 2)   [0, 1] and [2, 3]        each rank has its own
+    deal([0, 1], 3)         [0, 1] for each rank     fewer cores than ranks: all share them, and the
+                                                     system schedules
 
 A process starts with the cores of the thread that starts it: `starting_on` binds a rank before its
 libraries start threads of their own. Linux only: elsewhere `usable` is None.
@@ -18,12 +18,13 @@ VARIABLE = "MINIDIST_CORES"
 
 
 def usable() -> list[int] | None:
-    """The cores that this process may use, by number; None where a process cannot choose."""
+    """Return the cores that this process may use, by number; None where a process cannot choose."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def of_all_ranks() -> int:
-    """How many cores the ranks of this host have together, as far as this rank knows."""
+    """Return the number of cores that the ranks of this host have together, as far as this rank
+    knows."""
     told = os.environ.get(VARIABLE, "")
     mine = usable()
     if re.fullmatch("[0-9]{1,6}", told) and int(told):
@@ -32,8 +33,8 @@ def of_all_ranks() -> int:
 
 
 def deal(cores: Sequence[int], ranks: int) -> list[list[int]]:
-    """The cores of each of so many ranks of a host; the first ranks have one more where the numbers
-    do not divide."""
+    """Return the cores of each of `ranks` ranks of a host; the first ranks have one more where the
+    numbers do not divide."""
     if len(cores) < ranks:
         return [[*cores] for _ in range(ranks)]
     least, more = divmod(len(cores), ranks)
@@ -42,7 +43,8 @@ def deal(cores: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def keep_to(cores: Sequence[int]) -> None:
-    """Have each thread of this process run on these cores alone, and what it starts from now on."""
+    """Run all threads of this process, and the processes that they start from now on, only on these
+    cores."""
     with suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):  # it has just ended
@@ -51,8 +53,8 @@ def keep_to(cores: Sequence[int]) -> None:
 
 @contextmanager
 def starting_on(cores: Sequence[int]) -> Iterator[None]:
-    """A process that this thread starts in the block has these cores; with none, those of the
-    thread."""
+    """Context manager: processes that this thread starts inside have these cores; with none, the
+    cores of the thread."""
     if not cores or not hasattr(os, "sched_getaffinity"):
         yield
         return
@@ -65,7 +67,7 @@ def starting_on(cores: Sequence[int]) -> Iterator[None]:
 
 
 def in_words(cores: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5"."""
+    """Return a short text for core numbers: [0, 1, 2, 5] -> "0-2,5"."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and ranges[-1][1] == core - 1:

@@ -1,9 +1,10 @@
-"""Matrix products by cuBLAS, called through ctypes: those of the small types, and all while a
-stream is captured.
+"""Matrix products by cuBLAS, called through ctypes: products of the small types, and all products
+while a stream is captured.
 
 CuPy refuses its own cuBLAS calls during a capture, because its handle shares one workspace.
 Products own a handle and a workspace, so their calls may become nodes of a graph (cuda_graph.py).
-An eager step multiplies the small types by them too, so that it does what a captured one does.
+An eager step multiplies the small types by them too, so that it computes the same as a captured
+step.
 
     products = Products()
     with products.instead():        # on this thread
@@ -40,12 +41,12 @@ _current = _Current()
 
 
 def current() -> "Products | None":
-    """The Products that this thread uses instead of CuPy's, or None."""
+    """Return the Products that this thread uses instead of CuPy's, or None."""
     return _current.products
 
 
 def own(cupy: Any) -> "Products":
-    """This thread's Products on the current device, for the small types."""
+    """Return this thread's Products on the current device, for the small types."""
     device = cupy.cuda.runtime.getDevice()
     if device not in _current.own:
         _current.own[device] = Products()
@@ -82,8 +83,8 @@ class Products:
             _current.products = before
 
     def multiply(self, a: Any, b: Any, out: Any = None) -> Any:
-        """(m, k) @ (k, n) -> (m, n), of one dtype; a matrix without contiguous rows or columns is
-        copied.
+        """Return (m, k) @ (k, n) -> (m, n), of one dtype; a matrix without contiguous rows or
+        columns is copied.
 
         cuBLAS stores matrices by columns and reads one stored by rows as its transpose, so it
         computes outᵀ = bᵀ aᵀ.
@@ -143,8 +144,8 @@ class Products:
         return out
 
     def _laid_out(self, x: Any) -> tuple[Any, int, int]:
-        """A matrix, whether cuBLAS must transpose it, and the elements from one row (or column) to
-        the next."""
+        """Return a matrix, whether cuBLAS must transpose it, and the elements from one row (or
+        column) to the next."""
         rows, columns = x.shape
         down, along = (stride // x.dtype.itemsize for stride in x.strides)
         if (along == 1 or columns == 1) and (down >= columns or rows == 1):
@@ -167,7 +168,7 @@ class Products:
 
 
 def load() -> Any:
-    """The cuBLAS library that CuPy uses. Raises: DeviceError if it cannot be loaded."""
+    """Return the cuBLAS library that CuPy uses. Raises: DeviceError if it cannot be loaded."""
     import cupy  # noqa: PLC0415 - only where a GPU was asked for
 
     # CuPy loads it now, if it has not; CDLL then finds the one of that name

@@ -1,8 +1,8 @@
 """Copies between device and host, from any thread.
 
-On a GPU a copy runs on a stream of the copying thread's own, behind what the program's stream held
-when it was asked for (`mark`); copy() returns when the bytes are there. On a CPU device and host
-are both main memory, and a copy is one.
+On a GPU each copying thread has its own stream for copies. A copy waits for the work that the
+program's stream held when `mark` was called; copy() returns when the bytes are there. On a CPU
+device and host are both main memory, and a copy is a plain assignment.
 """
 
 import mmap
@@ -17,8 +17,8 @@ _local = threading.local()
 
 
 def mark(array: Array) -> Any:
-    """An event behind the current stream's work on `array`; a copy of or into `array` must wait for
-    it."""
+    """Return an event after the current stream's work on `array`; a copy of or into `array` must
+    wait for it."""
     if on_host(array):
         return None
     event = array_module(array).cuda.Event(disable_timing=True)
@@ -27,8 +27,8 @@ def mark(array: Array) -> Any:
 
 
 def copy(source: Array, target: Array, ready: Any = None) -> None:
-    """target[...] = source, with one rounding where target is of lower precision; device or host,
-    of one shape.
+    """Copy: target[...] = source, with one rounding if target is of lower precision; each on device
+    or host, of one shape.
 
     Args:    ready: mark() of the side on the device.
     """
@@ -51,7 +51,7 @@ def copy(source: Array, target: Array, ready: Any = None) -> None:
 
 
 def bring(source: Array, ready: Any = None) -> np.ndarray:
-    """`source` on the host: itself, or a copy in pinned memory. Args: as copy."""
+    """Return `source` on the host: itself, or a copy in pinned memory. Args: as copy."""
     if on_host(source):
         return source  # type: ignore[no-any-return]
     target = pinned(source.shape, source.dtype)
@@ -60,15 +60,15 @@ def bring(source: Array, ready: Any = None) -> np.ndarray:
 
 
 def _stream(xp: Any) -> Any:
-    """The calling thread's stream for copies."""
+    """Return the calling thread's stream for copies."""
     if not hasattr(_local, "stream"):
         _local.stream = xp.cuda.Stream(non_blocking=True)
     return _local.stream
 
 
 def host_bytes(nbytes: int, device: str) -> np.ndarray:
-    """Host memory that begins on a page; pinned where the device is a GPU, so that its copy engine
-    reaches it."""
+    """Return host memory that begins on a page; pinned if the device is a GPU, so that its copy
+    engine reaches it."""
     if device == "cpu" and not is_simulated():
         return np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)[:nbytes]
     return pinned(nbytes, np.uint8)

@@ -1,9 +1,9 @@
 """The table that decides which operations run a CUDA kernel of this project.
 
 The forward or gradient of an op calls `kernel("softmax", x)`. For arrays on a GPU, in a dtype that
-kernels take, it returns the launcher named in the table. Otherwise it returns None, and the op goes
-on with array arithmetic of NumPy or CuPy, which computes the same. The optimizer and the sums of
-ranks that share a GPU use the table too.
+kernels take, it returns the launcher named in the table. Otherwise it returns None, and the op
+computes the same with array arithmetic of NumPy or CuPy. The optimizer and the sums of ranks that
+share a GPU use the table too.
 """
 
 import importlib
@@ -55,8 +55,8 @@ DTYPES = frozenset(map(dtype, ("float32", "float16", "bfloat16")))
 
 
 def kernel(name: str, *arrays: Array) -> Callable[..., Any] | None:
-    """The launcher of `name`, or None, unless all arrays are on a GPU, contiguous, and of a dtype
-    in DTYPES."""
+    """Return the launcher of `name`, or None unless all arrays are on a GPU, contiguous, and of a
+    dtype in DTYPES."""
     if all(device_of(a) == "cuda" and a.dtype in DTYPES and a.flags.c_contiguous for a in arrays):
         return launcher(name)
     return None
@@ -64,7 +64,7 @@ def kernel(name: str, *arrays: Array) -> Callable[..., Any] | None:
 
 @cache
 def launcher(name: str) -> Callable[..., Any]:
-    """The launcher of `name`, imported at its first use on a GPU: a CPU needs no module of
+    """Return the launcher of `name`, imported at its first use on a GPU: a CPU needs no module of
     kernels/."""
     module, function = TABLE[name]
     found: Callable[..., Any] = getattr(

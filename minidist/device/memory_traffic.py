@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 
 class MemoryTraffic:
-    """Bytes moved between memories, by direction ("host to disk"); those of training steps apart
-    from the rest.
+    """Bytes moved between memories, by direction ("host to disk"); training steps are counted
+    separately from the rest.
 
     Attributes: step, other: direction -> bytes
     """
@@ -17,13 +17,13 @@ class MemoryTraffic:
         self._counted = self.other
 
     def count(self, source: str, target: str, nbytes: int) -> None:
-        """`nbytes` set out from one memory to the other."""
+        """Count `nbytes` that start from one memory to another."""
         way = f"{source} to {target}"
         self._counted[way] = self._counted.get(way, 0) + nbytes
 
     @contextmanager
     def during_step(self) -> Iterator[None]:
-        """Moves that begin inside count as a training step's."""
+        """Context manager: count moves that begin inside as a training step's."""
         before = self._counted
         self._counted = self.step
         try:

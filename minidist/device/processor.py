@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """The processor's name from /proc/cpuinfo, or the platform's name for it."""
+    """Return the processor's name from /proc/cpuinfo, or the platform's name for it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

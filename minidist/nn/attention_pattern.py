@@ -43,7 +43,7 @@ SPELLINGS = "local:N, strided:N, global:G, rows:R/R/… or several of them joine
 
 
 def check_pattern(pattern: str, context: int) -> None:
-    """Check the spelling, and that each block of a context of so many tokens sees a key.
+    """Check the spelling, and that each block of a context of `context` tokens sees a key.
 
     Raises:  ConfigError, one line.
     """
@@ -100,8 +100,8 @@ def _check_rows(value: str, count: int) -> None:
 
 @lru_cache(maxsize=32)
 def pattern_blocks(pattern: str, tokens: int) -> np.ndarray:
-    """Which block of queries sees which block of keys in a sequence: (n, n) bool, n = ceil(tokens /
-    64), read-only.
+    """Return which block of queries sees which block of keys in a sequence: (n, n) bool, n =
+    ceil(tokens / 64), read-only.
 
     Args:    pattern: checked (check_pattern). tokens: a shorter sequence sees the top left part of
              the same mask.
@@ -146,8 +146,8 @@ def _rows(value: str, count: int) -> np.ndarray:
 
 
 def scores_computed(pattern: str, tokens: int) -> int:
-    """Scores that a head computes in a sequence, tiles of 64 × 64 cut at its end: the keys after a
-    query count too."""
+    """Return the number of scores that a head computes in a sequence, in tiles of 64 × 64 cut at
+    its end; keys after a query count too."""
     blocks = pattern_blocks(pattern, tokens)
     sizes = np.full(len(blocks), SIDE)
     sizes[-1:] -= len(blocks) * SIDE - tokens
@@ -155,7 +155,7 @@ def scores_computed(pattern: str, tokens: int) -> int:
 
 
 def shown_pattern(pattern: str) -> str:
-    """A pattern for people: rows are counted, not listed: "rows (512)+global:2"."""
+    """Return a pattern for people: rows are counted, not listed: "rows (512)+global:2"."""
     return "+".join(
         f"rows ({term.count('/') + 1})" if term.startswith("rows:") else term
         for term in pattern.split("+")
@@ -163,7 +163,8 @@ def shown_pattern(pattern: str) -> str:
 
 
 def read_pattern(text: str) -> str:
-    """The pattern that the command line names: `block:FILE` becomes `rows:…`, all else stays.
+    """Return the pattern that the command line names: `block:FILE` becomes `rows:…`, all else
+    stays.
 
     A line of the file is a block of queries, from the first on; its k-th character is 1 if these
     queries see block k of the keys, else 0. Characters after the block's own, above the diagonal,

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def begin_balance(
     chances: Array, factor: Array, *, layer: "Mixture", dtype: Any
 ) -> tuple[Array, Saved]:
-    """An array of no elements. When its gradient arrives, that of Σ chances · factor starts, times
-    `balance_scale`."""
+    """Return an array of no elements. When its gradient arrives, the gradient of Σ chances · factor
+    starts, times `balance_scale`."""
     return array_module(chances).zeros(0, dtype), saved(factor=factor)
 
 
@@ -51,14 +51,14 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def add_balance(loss: Tensor, layers: Sequence["Mixture"], divisor: float) -> Tensor:
-    """loss + the balance losses of the newest forward / divisor; its gradient sets `balance_scale`
-    of the layers."""
+    """Return loss + the balance losses of the newest forward / divisor; its gradient sets
+    `balance_scale` of the layers."""
     layers = [layer for layer in layers if layer.training and layer.balance is not None]
     return _add_balance(loss, layers=layers, share=1.0 / divisor) if layers else loss
 
 
 def of_stage(layers: Sequence[Any], divisor: float) -> float:
-    """For a pipeline stage: the sum of the balance losses of its mixtures' newest forward, divided
+    """Return a pipeline stage's balance losses: the sum over its mixtures' newest forward, divided
     by `divisor`."""
     return (
         sum(

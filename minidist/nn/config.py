@@ -32,10 +32,10 @@ Few = Annotated[int, Meta(ge=1, le=2**20)]
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """How tokens are routed to experts. Raises: as GPTConfig."""
+    """The routing of tokens to experts. Raises: as GPTConfig."""
 
     experts: Few
-    top_k: int = 2  # experts a token
+    top_k: int = 2  # experts per token
     # places of an expert, a multiple of the even share of a sequence; None: no limit
     capacity: float | None = None
     noise: float = 0.0  # standard deviation of the noise on the gate's scores in training
@@ -46,8 +46,8 @@ class MixtureConfig:
     hidden: Size | None = None  # width inside an expert; None: that of the MLP it replaces
     # most nodes on which the experts of a token lie; None: any number
     node_limit: int | None = None
-    # on how many nodes experts lie, in equal parts, or how many on each; None: as the ranks lie
-    # that divide them; undivided: all on one
+    # number of nodes that divide the experts equally, or the number of experts on each node; None:
+    # the nodes of the ranks that divide them (one node if they are not divided)
     nodes: Few | tuple[Few, ...] | None = None
     # of each layer, the experts in the order in which they lie on ranks and nodes; None: by number
     placement: tuple[tuple[int, ...], ...] | None = None
@@ -117,7 +117,7 @@ class MixtureConfig:
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        """How many experts each node holds."""
+        """The number of experts on each node."""
         if isinstance(self.nodes, tuple):
             return self.nodes
         edges = bounds(self.experts, self.nodes or 1)
@@ -135,7 +135,7 @@ class MixtureConfig:
         return found
 
     def places(self, tokens: int) -> int:
-        """The most tokens of a sequence of `tokens` that an expert takes."""
+        """Return the largest number of tokens that an expert takes of a sequence of `tokens`."""
         return (
             tokens
             if self.capacity is None
@@ -241,13 +241,13 @@ class GPTConfig:
 
     @property
     def expert_numbers(self) -> int:
-        """Weights of all experts but the shared ones."""
+        """The number of weights of all experts except the shared ones."""
         mixture = self.mixture
         return 0 if mixture is None else self.layers * mixture.experts * self._mlp_numbers
 
     @property
     def numbers(self) -> int:
-        """Weights of all matrices: what the model has but for biases and norms."""
+        """The number of weights of all matrices: all of the model except biases and norms."""
         attention = self.width * self.head_width * 2 * (self.heads + self.key_heads)
         mlps = 1 if self.mixture is None else self.mixture.shared
         gate = 0 if self.mixture is None else self.width * self.mixture.experts

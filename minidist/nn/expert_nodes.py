@@ -44,7 +44,7 @@ def plain_limited_choice(scores: np.ndarray, node_of: np.ndarray, limit: int, k:
 
 
 def limit_to_nodes(scores: Array, node_of: np.ndarray, limit: int, k: int) -> Array:
-    """Scores (…, E), with -inf for each token's experts that are on none of its `limit` best nodes;
+    """Return scores (…, E) with -inf for each token's experts outside its `limit` best nodes;
     float32 at least.
 
     Args:    node_of: (E,) the node of each expert, from 0; k: experts that the token will choose.
@@ -77,7 +77,7 @@ class NewestChoices:
         self.chosen = np.empty((0, k), np.int64)
 
     def add(self, chosen: Array, kept: Array) -> None:
-        """The choices of some tokens, (…, k), kept or dropped."""
+        """Record the choices of some tokens, (…, k), kept or dropped."""
         newest = to_host(array_module(chosen).where(kept, chosen, -1)).reshape(
             -1, self.chosen.shape[1]
         )[-self.most :]
@@ -85,8 +85,8 @@ class NewestChoices:
 
 
 def copies_between_nodes(chosen: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> int:
-    """How many copies of tokens leave their node: one for each other node on which a token has an
-    expert.
+    """Return the number of copies of tokens that leave their node: one for each other node on which
+    a token has an expert.
 
     Args:    chosen: (T, k) integers, -1 for none; home: (T,) the node of each token; node_of: (E,)
              of each expert.
@@ -100,8 +100,8 @@ def copies_between_nodes(chosen: np.ndarray, home: np.ndarray, node_of: np.ndarr
 
 
 def placed_by_choices(chosen: np.ndarray, home: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """An order of the experts in which fewer copies leave their node: (E,) integers, node after
-    node.
+    """Return an order of the experts in which fewer copies leave their node: (E,) integers, node
+    after node.
 
     Begins with the order by number, and swaps the two experts of different nodes that save most,
     until no swap saves.
@@ -132,8 +132,8 @@ def _best_swap(
     node_of: np.ndarray,
     pair: tuple[int, int],
 ) -> tuple[float, int, int]:
-    """The best swap of an expert e of one node with f of another: (change of the number of copies,
-    e, f)."""
+    """Return the best swap of an expert e of one node with f of another: (change of the number of
+    copies, e, f)."""
 
     def moved(here: int, there: int) -> np.ndarray:
         """For each token, copies more or fewer if one of its experts moves from `here` to

@@ -7,8 +7,7 @@
 Forward hooks run around `forward`. For backward hooks each call of the module is between two nodes
 on the tape:
 
-    enter ── nodes of the module ── leave            the tape walks newest first: leave, nodes,
-                                                     enter
+    enter ── nodes of the module ── leave       the tape walks newest first: leave, nodes, enter
       └───────── marker ──────────────┘
 
 When backward reaches `leave`, a gradient has arrived and no node inside has run: the backward_pre
@@ -35,7 +34,7 @@ Hooks: TypeAlias = defaultdict[str, list[Callable[..., Any]]]
 
 @dataclass(eq=False)
 class HookHandle:
-    """The result of registering a hook, by which it can be removed."""
+    """The result of registering a hook; it can remove the hook."""
 
     _hooks: list[Callable[..., Any]]
     _hook: Callable[..., Any]
@@ -48,8 +47,8 @@ class HookHandle:
 
 @op
 def take_along(y: Array, marker: Array) -> tuple[Array, Saved]:
-    """y itself. When its gradient arrives, `marker`, an array of no elements of y's dtype, gets one
-    too."""
+    """Return y itself. When its gradient arrives, `marker`, an array of no elements of y's dtype,
+    gets one too."""
     return y, saved()
 
 
@@ -96,7 +95,7 @@ class _Passage:
 
 
 def call(module: Any, hooks: Hooks, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The result of module.run, with the hooks run around it."""
+    """Return the result of module.run, with the hooks run around it."""
     for hook in list(hooks["forward_pre"]):
         replaced = hook(module, args)
         if replaced is not None:

@@ -38,7 +38,7 @@ class Linear(Module):
         self.bias = Weight((outputs,), ZEROS, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        """bias=False: without the bias, if the next op adds it."""
+        """Return x W + b; bias=False: without the bias, if the next op adds it."""
         return self.product(x, self.weight, self.bias if bias else None)
 
 
@@ -61,7 +61,7 @@ class Embedding(Module):
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """The key of a dropout mask, beside the layer: the run's seed, the step, and the global number
+    """The key of a dropout mask (with the layer): the run's seed, the step, and the global number
     of each token."""
 
     seed: int
@@ -138,7 +138,7 @@ class RMSNorm(Module):
 
 
 class MLP(Module):
-    """(…, width) -> (…, width), each token by itself, with `hidden` numbers inside.
+    """(…, width) -> (…, width), computed for each token separately, with `hidden` numbers inside.
 
     "gelu": down(gelu(up(x))).  "silu", gated (SwiGLU): down(silu(gate(x)) up(x)). Source: Shazeer
                                 2020.
@@ -164,7 +164,8 @@ class MLP(Module):
         self.down = Linear(hidden, width, std=std if out_std is None else out_std, dtype=dtype)
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
-        """The key is unused here; a mixture (moe.py) in place of the MLP needs it."""
+        """Return the MLP's result. `key` is unused here; a mixture (moe.py) in place of the MLP
+        needs it."""
         if self.gate is None:
             return self.down(ops.gelu(self.up(x, bias=False), self.up.bias, overwrite=True))
         return self.down(ops.swiglu(self.gate(x), self.up(x)))

@@ -1,16 +1,17 @@
 """Module: a function with parameters, made of smaller modules.
 
-class Twice(Module):
-    def __init__(self, width):
-        self.inner = Linear(width, width)          # any attribute that is a Module, a Parameter, or
-                                                   a list or dict
+    class Twice(Module):
+        def __init__(self, width):
+            self.inner = Linear(width, width)
 
-    def forward(self, x):                          # of Modules belongs to it, in the order of
-                                                   assignment
-        return self.inner(self.inner(x))
+        def forward(self, x):
+            return self.inner(self.inner(x))
 
-model = Twice(8)
-model.initialize(seed=0)                           # parameters have shapes before, values after
+    model = Twice(8)
+    model.initialize(seed=0)     # parameters have shapes before, values after
+
+Any attribute that is a Module, a Parameter, or a list, tuple or dict of them belongs to the module.
+The order is that of assignment.
 """
 
 from abc import ABC, abstractmethod
@@ -88,7 +89,7 @@ class Module(ABC):
                 )
 
     def modules(self) -> Iterator["Module"]:
-        """This module and all below, each once."""
+        """Return this module and all below, each once."""
         return (module for _, module in self.named_modules())
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
@@ -102,7 +103,7 @@ class Module(ABC):
                     yield _join(path, name), part
 
     def parameters(self) -> Iterator[Parameter]:
-        """Each parameter once, in the order of named_parameters, which is the same on every
+        """Return each parameter once, in the order of named_parameters, which is the same on every
         rank."""
         return (parameter for _, parameter in self.named_parameters())
 
@@ -129,7 +130,7 @@ class Module(ABC):
             parameter.name = name
 
     def initialize(self, seed: int, *, device: str = "cpu", prefix: str = "") -> None:
-        """Draw all declared weights on "cpu" or "cuda", by name and seed alone.
+        """Draw all declared weights on "cpu" or "cuda". The values depend only on name and seed.
 
         Args:    prefix: the path of this module in the whole model; a part then draws the same
                  values as in the whole.
@@ -186,7 +187,7 @@ class Module(ABC):
         return self
 
     def eval(self: M) -> M:
-        """train(False)"""
+        """Switch training behaviour off: train(False)."""
         return self.train(False)
 
     @contextmanager
@@ -234,7 +235,7 @@ class Module(ABC):
         """Call `hook(module)` in backward when all nodes of this call of the module have run; inner
         modules' first.
 
-        Deferred gradients of weights come later. A weight used elsewhere too may wait for more; see
+        Deferred gradients of weights arrive later. A weight used elsewhere too may wait for more; see
         Parameter.hooks.
         """
         return self._add_hook("backward", hook)
@@ -250,8 +251,8 @@ _PARTS = frozenset((Module, Parameter))
 
 
 def _is_part(kind: type) -> bool:
-    """Whether a class is of modules or parameters; issubclass asks an abstract class, which answers
-    in Python."""
+    """Return whether a class is of modules or parameters. (issubclass of an abstract class is slow:
+    it answers in Python.)"""
     return not _PARTS.isdisjoint(kind.__mro__)
 
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: many MLPs in place of one, of which each token uses a few.
+"""Mixture of experts: many MLPs in place of one; each token uses a few of them.
 
     model = GPT(GPTConfig(…, mixture=MixtureConfig(experts=8, top_k=2)))
     model = mixture(GPT(config), MixtureConfig(experts=8, top_k=2))         # the same
@@ -6,9 +6,8 @@
 A gate scores the experts for each token. The k best compute, and their results are added, weighted
 by the gate's probabilities. So a model has many weights and uses few of them for a token.
 
-    x (B, T, h) ── gate ── + noise ── softmax ── p (B, T, E) ── top k of p + bias ── capacity ──
-    rows by expert
-                                                                 (on few nodes: expert_nodes.py)
+    x (B, T, h) ── gate ── + noise ── softmax ── p (B, T, E)
+    p ── top k of p + bias (on few nodes: expert_nodes.py) ── capacity ── rows by expert
     y = Σ over the token's kept experts e of  p[e] · expert_e(x)  +  Σ of shared experts(x)
 
 The result does not depend on how the batch is cut into parts: capacity, dropping and balance loss
@@ -16,7 +15,7 @@ are per sequence, noise is keyed by (layer, seed, step, global token), and loads
 whole step before biases move.
 Source:  Shazeer et al. 2017 (1701.06538), noisy top-k; Fedus et al. 2021 (2101.03961), capacity and
          balance loss; Dai et al. 2024 (2401.06066), shared experts; Wang et al. 2024 (2408.15664),
-         balance by bias alone.
+         balance only by bias.
 """
 
 from collections.abc import Sequence
@@ -59,16 +58,16 @@ class Sequences:
     object."""
 
     def joined(self, chosen: Array) -> Array:
-        """The choices of the whole sequences, in token order: (B, own, k) -> (B, T, k)."""
+        """Return the choices of the whole sequences, in token order: (B, own, k) -> (B, T, k)."""
         return chosen
 
     def parted(self, kept: Array) -> Array:
-        """The part that belongs to the tokens here, the reverse of `joined`: (B, T, k) -> (B, own,
-        k)."""
+        """Return the part for the tokens of this rank, the reverse of `joined`: (B, T, k) -> (B,
+        own, k)."""
         return kept
 
     def keys(self, tokens: Array) -> Array:
-        """The keys of the tokens that the gate gets here: (B, T) -> (B, own)."""
+        """Return the keys of the tokens that the gate gets here: (B, T) -> (B, own)."""
         return tokens
 
     def total(self, share: Array) -> Array:
@@ -101,8 +100,8 @@ class Experts(Module):
         return ops.grouped_linear(inner, self.down, counts=counts)
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Array, kept: Array) -> Tensor:
-        """The sum of the results of each token's kept experts, weighted: x (T, width), all else (T,
-        k) -> (T, width)."""
+        """Return the weighted sum of the results of each token's kept experts: x (T, width), the
+        others (T, k) -> (T, width)."""
         placement = place_rows(self.places(chosen), kept, experts=self.count)
         rows = ops.to_experts(x, placement)
         results = self(rows, to_host(placement.counts).tolist())
@@ -110,8 +109,8 @@ class Experts(Module):
         return ops.from_experts(results, of_rows, placement)
 
     def places(self, chosen: Array) -> Array:
-        """The numbers by which the rows of these experts are sorted: the experts' own, unless they
-        are divided."""
+        """Return the numbers by which the rows of these experts are sorted: the experts' own,
+        unless they are divided."""
         return chosen
 
 
@@ -176,7 +175,8 @@ class Mixture(Module):
         self.load = np.zeros((2, self.config.experts), np.int64)
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
-        """Raises: ConfigError in training with noise and without a key."""
+        """Return the mixture's result for x. Raises: ConfigError in training with noise and without
+        a key."""
         chances = ops.softmax(self._scores(x, key))
         rows = self.enter(x)
         weights = self.enter(chances)
@@ -187,12 +187,12 @@ class Mixture(Module):
         return self._balanced(y, chances) if self.training and self.config.balance == "loss" else y
 
     def enter(self, x: Tensor) -> Tensor:
-        """The experts' input, made from the gate's; a strategy that cuts experts' matrices
+        """Return the experts' input, made from the gate's; a strategy that cuts experts' matrices
         overrides it."""
         return x
 
     def leave(self, y: Tensor) -> Tensor:
-        """The mixture's output, made from the experts' results; overridden together with
+        """Return the mixture's output, made from the experts' results; overridden together with
         `enter`."""
         return y
 
@@ -247,7 +247,7 @@ class Mixture(Module):
         return Routing(chosen, kept, whole)
 
     def _runs(self, chosen: Array) -> Array:
-        """The number of each choice's pair (sequence, expert): (B, T, k) -> (B·T·k,)."""
+        """Return the number of each choice's pair (sequence, expert): (B, T, k) -> (B·T·k,)."""
         sequence = array_module(chosen).arange(len(chosen), dtype="int64")[:, None, None]
         return (sequence * self.config.experts + chosen).reshape(-1)
 
@@ -307,13 +307,13 @@ def mixture(model: "GPT", config: MixtureConfig) -> "GPT":
 
 
 def mixtures(model: Module) -> list[Mixture]:
-    """The mixtures of a model, first layer first."""
+    """Return the mixtures of a model, first layer first."""
     return [module for module in model.modules() if isinstance(module, Mixture)]
 
 
 def loads(model: Module) -> np.ndarray:
-    """The loads of all mixtures (see Mixture.load), in this process since `clear`: (layers, 2,
-    experts) integers."""
+    """Return the loads of all mixtures (see Mixture.load), in this process since `clear`: (layers,
+    2, experts) integers."""
     layers = mixtures(model)
     return np.stack([layer.load for layer in layers]) if layers else np.zeros((0, 2, 0), np.int64)
 

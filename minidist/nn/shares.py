@@ -1,18 +1,18 @@
-"""What each rank gets of a dim, and of attention's heads; and between how many ranks a GPT can be
-divided."""
+"""Each rank's part of a dim and of attention's heads, and the largest tensor axis of a GPT."""
 
 from minidist.comm.chunks import bounds
 from minidist.nn.config import GPTConfig
 
 
 def even_slices(length: int, size: int) -> list[slice]:
-    """The slice of each of `size` ranks of a dim of `length`, as numpy.array_split cuts it."""
+    """Return the slice of a dim of `length` for each of `size` ranks, as numpy.array_split cuts
+    it."""
     edges = bounds(length, size)
     return [slice(edges[rank], edges[rank + 1]) for rank in range(size)]
 
 
 def head_shares(heads: int, key_heads: int, size: int) -> list[tuple[range, range]]:
-    """For each rank its query heads, and the key heads that these query heads look at.
+    """Return for each rank its query heads, and the key heads that these query heads use.
 
     With at least as many key heads as ranks, a key head goes to one rank with all its query heads.
     With fewer, each key head goes to several ranks, which divide its query heads.
@@ -36,8 +36,8 @@ def head_shares(heads: int, key_heads: int, size: int) -> list[tuple[range, rang
 
 
 def narrowest(config: GPTConfig) -> tuple[str, int]:
-    """What bounds the tensor axis of a GPT: "heads", "token ids" or "hidden numbers", and their
-    count."""
+    """Return the smallest dim that the tensor axis divides, which bounds the axis: "heads", "token
+    ids" or "hidden numbers", and its count."""
     hidden = config.mixture.hidden or config.hidden if config.mixture else config.hidden
     counts = {"heads": config.heads, "token ids": config.vocabulary, "hidden numbers": hidden}
     return min(counts.items(), key=lambda item: item[1])

@@ -22,8 +22,8 @@ ShardIndex = tuple[Any, ...]
 
 
 class WeightShard(Weight):
-    """This rank's part of a declared weight; data, gradient and optimizer state are of that part
-    alone.
+    """This rank's part of a declared weight; data, gradient and optimizer state are only of that
+    part.
 
     Args:    weight: the whole weight, not yet drawn; or a shard, which is then cut further.
              parts: of every rank of the group, as indices of the whole tensor; rank: this rank in
@@ -62,16 +62,16 @@ class WeightShard(Weight):
         self.word = word
 
     def whole_name(self, name: str) -> str:
-        """The name of the whole tensor; `name` is that of this part."""
+        """Return the name of the whole tensor; `name` is the name of this part."""
         return name.removesuffix(f".{self.word}") if self.word else name
 
     def first_sharer(self) -> bool:
-        """Whether this rank counts the part in sums over all weights: the first of the ranks that
-        hold it."""
+        """Return whether this rank counts the part in sums over all weights: only the first of the
+        ranks that hold it does."""
         return self.sharers is None or self.sharers.rank == 0
 
     def draw(self, seed: int, part: Part = (), *, device: str = "cpu", dtype: Any = None) -> Array:
-        """The first values of this rank's part, or of `part` of it; as Weight.draw."""
+        """Draw the first values of this rank's part, or of `part` of it, as Weight.draw does."""
         if is_simulated():
             return super().draw(seed, part, device=device, dtype=dtype)
         places = positions_of(self.whole, self.parts[self.rank])
@@ -92,8 +92,8 @@ def _grid(index: ShardIndex, shape: Sequence[int]) -> tuple[Any, ...]:
 
 
 def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict[str, np.ndarray]:
-    """All weights in the serial layout, on every rank: shards are gathered, other weights stay as
-    they are.
+    """Return all weights in the serial layout, on every rank: shards are gathered, other weights
+    stay as they are.
 
     Args:    own: this rank's arrays by dotted path; group: the ranks that have the parts, unless a
              shard names others.
@@ -116,8 +116,8 @@ def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict
 
 
 def cut(model: Module, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The inverse of `assemble`: this rank's arrays for `model.load_state_dict`, which checks names
-    and dtypes.
+    """Return this rank's arrays for `model.load_state_dict`, which checks names and dtypes: the
+    inverse of `assemble`.
 
     Raises:  ShapeError if a weight has not the shape of the whole tensor.
     """

@@ -89,7 +89,8 @@ class Weight(Parameter):
 
     @property
     def data(self) -> Array:
-        """As Parameter.data. Raises: ConfigError if no values were drawn or loaded."""
+        """The array itself (see Parameter.data). Raises: ConfigError if no values were drawn or
+        loaded."""
         if self.arrival is not None:
             self.arrival()
         if not self.drawn:
@@ -104,7 +105,7 @@ class Weight(Parameter):
         self.assign(array)
 
     def place(self, array: Array) -> None:
-        """As Parameter.place; the weight is drawn now."""
+        """Let `data` be this array, as Parameter.place does; the weight then counts as drawn."""
         # strides of 0, as above: one number, not worth counting
         holds = array.size <= 1 or any(array.strides)
         self._data = account.current().hold(array, "parameters") if holds else array
@@ -169,7 +170,8 @@ def positions_of(shape: Sequence[int], part: Part) -> Any:
 
 
 def unround(master: Array, weights: Array, spans: Iterable[tuple[Parameter, Any, Any]]) -> None:
-    """Write the drawn numbers into a float32 copy of weights that are still their rounding.
+    """Write the drawn float32 values into masters where the weights are still the rounded drawn
+    values.
 
     Args:    spans: (parameter, its place in the arrays, which of its elements lie there).
     """

@@ -3,8 +3,9 @@
 optimizer = AdamW(model.parameters(), lr=3e-4)
 ...                                                     # backward
 norm = global_norm(p.grad for p in model.parameters())
-optimizer.step(lr=warmup_cosine(step, peak=3e-4, warmup=100, total=1000), scale=clip_scale(norm,
-1.0)) optimizer.zero_grad()
+lr = warmup_cosine(step, peak=3e-4, warmup=100, total=1000)
+optimizer.step(lr=lr, scale=clip_scale(norm, 1.0))
+optimizer.zero_grad()
 """
 
 from minidist.optim.adam import Adam, AdamW, RMSProp

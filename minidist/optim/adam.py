@@ -83,8 +83,8 @@ class Adam(Optimizer):
     state_names = ("m", "v")
     options = ("lr", "weight_decay", "betas", "eps")
     eps = Option(0.0)
-    apart = False  # whether weight decay is apart from the gradient
-    # after so many updates v stays as it is (None: never; compress/one_bit_adam.py)
+    apart = False  # whether weight decay is separate from the gradient
+    # number of updates after which v stays as it is (None: never; compress/one_bit_adam.py)
     variance_steps: int | None = None
 
     def __init__(
@@ -117,7 +117,7 @@ class Adam(Optimizer):
 
     @property
     def scratch_blocks(self) -> int:  # type: ignore[override]
-        """As Optimizer's; the term of weight decay takes two more."""
+        """The number of scratch blocks that `update` gets; the term of weight decay takes two more."""
         return 3 if self.weight_decay and not self.apart else 1
 
     def step(
@@ -127,7 +127,8 @@ class Adam(Optimizer):
         *,
         roundings: Iterable[tuple[Array, Array]] = (),
     ) -> None:
-        """As Optimizer.step; on a GPU in one launch, if the kernel takes all tensors.
+        """Update every tensor, as Optimizer.step does; on a GPU in one launch, if the kernel takes
+        all tensors.
 
         Args:    lr: then also float64 (1,) on the GPU, read when the update runs.
         Raises:  ConfigError if lr is on a GPU and the kernel does not run.
@@ -158,8 +159,11 @@ class Adam(Optimizer):
     def update(
         self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step
     ) -> None:
-        """In 12 passes, as lr sqrt(1 - b2^t) / (1 - b1^t)  m / (sqrt(v) + eps sqrt(1 - b2^t))
-        corrects both moments."""
+        """Update block p and its moments, in 12 passes.
+
+        Both moments are corrected in one step:
+        p -= lr sqrt(1 - b2^t) / (1 - b1^t)  m / (sqrt(v) + eps sqrt(1 - b2^t)).
+        """
         xp = step.xp
         (m, v) = state
         (b1, b2) = self.betas

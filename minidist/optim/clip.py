@@ -22,14 +22,14 @@ _DEVICE_BLOCK = 1 << 24
 
 
 def sum_of_squares(gradients: Iterable[Array | None]) -> float:
-    """The sum of the squares of all elements, in float64; None counts as zero. The host waits for a
-    GPU."""
+    """Return the sum of the squares of all elements, in float64; None counts as zero. The host
+    waits for a GPU."""
     return float(squares_of(gradients))
 
 
 def squares_of(gradients: Iterable[Array | None]) -> float | Array:
-    """As sum_of_squares; for gradients on a GPU a float64 array without dims there, and the host
-    does not wait."""
+    """Return the sum of the squares of all elements; for gradients on a GPU a float64 array without
+    dims there, and the host does not wait."""
     present = [gradient for gradient in gradients if gradient is not None]
     xp = array_module(*present)
     fast = (
@@ -63,7 +63,8 @@ def block_sums(gradient: Array) -> Iterator[Array]:
 
 
 def global_norm(gradients: Iterable[Array | None], *, group: Any = None) -> float:
-    """The square root of the sum of squares over all tensors: one number for the whole model.
+    """Return the square root of the sum of squares over all tensors: one number for the whole
+    model.
 
     Args:    group: ranks that hold different parts of the gradient (ZeRO, tensor parallel), or
              None.
@@ -83,8 +84,8 @@ def norm_of(squares: float | Array) -> float | Array:
 
 
 def clip_scale(norm: float | Array, limit: float) -> float | Array:
-    """The factor, for `optimizer.step(scale=)`, that brings gradients of this norm to `limit`, as
-    PyTorch's.
+    """Return the factor, for `optimizer.step(scale=)`, that brings gradients of this norm to
+    `limit`, as PyTorch's.
 
     Returns: 1 within the limit; not finite if the norm is not; on the device of the norm.
     """

@@ -19,7 +19,8 @@ from minidist.optim.optimizer import Slot, learns
 
 @dataclass
 class FusedAdam:
-    """The tables of one optimizer. Args: apart: whether weight decay is AdamW's."""
+    """The tables of one optimizer. Args: apart: whether weight decay is separate from the gradient,
+    as in AdamW."""
 
     apart: bool
     _arrays: list[Array] = field(default_factory=list)  # the tables point to these
@@ -116,7 +117,7 @@ class FusedAdam:
         self._tell_count(slots)
 
     def _tell_count(self, slots: Sequence[Slot]) -> None:
-        """Correct the device's count, if a state was loaded."""
+        """Correct the device's count of updates, if a state was loaded."""
         if self._count != slots[0].steps:
             self._count = slots[0].steps
             self._tensors.count[...] = self._count
@@ -125,7 +126,7 @@ class FusedAdam:
 def _copies(
     data: list[Array], roundings: Sequence[tuple[Array, Array]], gradient: Array
 ) -> list[Array] | None:
-    """For each master its weights, if all have the gradients' dtype; else None."""
+    """Return the weights of each master, if all have the gradients' dtype; else None."""
     found = {id(master): weights for master, weights in roundings}
     copies = [found.get(id(p)) for p in data]
     fits = all(

@@ -49,7 +49,8 @@ class Optimizable(Protocol):
 
 @dataclass(frozen=True)
 class WholeParameter:
-    """A whole parameter as a rule sees it: the same on every plan, however its numbers are divided.
+    """A whole parameter as a decay rule sees it: the same on every plan, however its numbers are
+    divided.
 
     A rule chooses by name, shape and dtype. The numbers are not there: `data` reads as NaN.
     """
@@ -94,12 +95,14 @@ Rule = Callable[[WholeParameter], bool]
 
 
 def at_least_two_dims(parameter: WholeParameter) -> bool:
-    """Whether GPT-2's recipe decays this tensor: matrices and tables, but not biases and norms."""
+    """Return whether GPT-2's recipe decays this tensor: matrices and tables, but not biases and
+    norms."""
     return parameter.ndim >= 2
 
 
 def learns(weights: Optimizable) -> bool:
-    """Return whether requires_grad of a parameter, or of the one that this is part of, is on."""
+    """Return whether requires_grad is on for a parameter, or for the parameter that this is part
+    of."""
     return bool(getattr(getattr(weights, "parameter", weights), "requires_grad", True))
 
 
@@ -122,8 +125,8 @@ class StateStore(Protocol):
         walk()."""
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
-        """Each slot in turn, its arrays in memory until the next is requested; `changes`: what is
-        written is kept."""
+        """Yield each slot, its arrays in memory until the next is requested; `changes`: writes to
+        them are kept."""
 
 
 @dataclass(frozen=True)
@@ -229,8 +232,8 @@ class Optimizer(ABC):
         return {name: getattr(self, name) for name in self.options}
 
     def walk(self, *, changes: bool = True) -> Iterator[Slot]:
-        """The slots, each with its arrays in memory until the next is asked for; `changes`: what is
-        written is kept."""
+        """Yield the slots, each with its arrays in memory until the next is requested; `changes`:
+        writes to them are kept."""
         return (
             iter(self.slots)
             if self._store is None
@@ -274,8 +277,9 @@ class Optimizer(ABC):
             narrow(master, weights.dtype, weights)
 
     def step_of(self, tensors: Iterable[Optimizable], lr: float | None = None) -> None:
-        """`step` of some of its tensors, as if it had no others. Args: lr: as step's. Raises: as
-        step."""
+        """Update only these tensors, as `step` does if there are no others. Args: lr: as step's.
+        Raises: as step.
+        """
         every = self.slots
         wanted = set(map(id, tensors))
         self.slots = [slot for slot in every if id(slot.weights) in wanted]

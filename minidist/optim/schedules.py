@@ -50,7 +50,8 @@ def warmup_cosine(step: int, *, peak: float, warmup: int, total: int, floor: flo
 
 
 def linear(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.0) -> float:
-    """As warmup_cosine, but it falls along a line."""
+    """A learning rate that rises linearly to `peak` over `warmup` steps, then falls along a line to
+    `floor`."""
     return stable_decay(
         step,
         peak=peak,
@@ -124,8 +125,9 @@ class LearningRate:
     Attributes: name: one of LR_SCHEDULES; peak, warmup: as above; total: steps of the run, needed
     by those of ENDING.
                 floor: the rate at the end, as a share of the peak, for those of ENDING.
-                decay: of wsd: how many of the last steps (None: a fifth of all).
-                every, factor: of step: after how many steps (None: a third of all), and by what.
+                decay: of wsd: number of last steps that decay (None: a fifth of all).
+                every, factor: of step: number of steps per rate (None: a third of all), and the
+                factor between two rates.
     Raises:     ConfigError for an unknown name, and for numbers that do not fit.
     """
 
@@ -166,10 +168,10 @@ class LearningRate:
     def extended(self, total: int) -> "LearningRate":
         """Return the rate of the same training with another number of steps: only the end moves.
 
-        What followed from the number of steps stays as it was: the warm-up, the last steps of wsd,
-        the steps that a rate of `step` lasts. So no step warms up a second time. Cosine and linear
-        fall more slowly to the same floor, so the rate of a step that comes after the warm-up is
-        another: `minidist train --resume` tells the jump.
+        Numbers that followed from the number of steps stay as they were: the warm-up, the last
+        steps of wsd, the steps that a rate of `step` lasts. So no step warms up a second time.
+        Cosine and linear fall more slowly to the same floor, so the rate of a step after the
+        warm-up changes: `minidist train --resume` reports the jump.
 
         Args:    total: steps of the whole run, not fewer than before.
         """
@@ -192,7 +194,7 @@ class LearningRate:
 
     @property
     def last_steps(self) -> int:
-        """How many steps of wsd decay."""
+        """The number of steps in which wsd decays."""
         total = self.total or 0
         return (
             min(-(-total // 5), max(0, total - self.warmup)) if self.decay is None else self.decay
@@ -200,7 +202,7 @@ class LearningRate:
 
     @property
     def steps_a_rate(self) -> int:
-        """How many steps a rate of step lasts."""
+        """The number of steps that one rate of `step` lasts."""
         return self.every or max(1, (self.total or 0) // 3)
 
 

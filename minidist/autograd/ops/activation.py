@@ -80,7 +80,7 @@ def _silu_block(
 
 
 def least(dtype: "np.dtype[Any]") -> float:
-    """The least number whose product with a gradient of eps is still normal."""
+    """Return the least number whose product with a gradient of eps is still normal."""
     return float(np.finfo(dtype).tiny / np.finfo(dtype).eps)
 
 
@@ -123,8 +123,8 @@ def _value_and_slope(
     """Run a block function over all of x, or x + bias, in float32 or better. Returns: value and
     slope in x's dtype.
 
-    overwrite: the value may take the place of x: 4 bytes a number less that come from memory and go
-    there.
+    overwrite: the value may take the place of x, which saves 4 bytes of reads and 4 of writes per
+    number.
     """
     xp = array_module(x)
     wide = xp.ascontiguousarray(widen(x))

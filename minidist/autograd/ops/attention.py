@@ -29,7 +29,7 @@ from minidist.errors import ShapeError
 
 QUERY_BLOCK = 64  # queries at a time on the host: one head's scores against 1,024 keys are 256 KiB
 QUERY_BLOCK_GPU = 1024  # more, because each block is a series of kernel launches
-# numbers; short sequences are taken together up to this many, which costs fewer calls
+# numbers; short sequences are taken together up to this number, which costs fewer calls
 SCORES = 64 * 1024
 # tokens; shorter sequences keep probabilities, which saves two of seven products in backward
 KEEP_UP_TO = 256
@@ -37,8 +37,8 @@ WIDEST = 128  # columns of a head that the tiles of a kernel hold
 
 
 def sequences(q: Array) -> Iterator[slice]:
-    """The sequences of a batch (B, H, T, D) to compute together: what fits the cache on the host,
-    all on a GPU."""
+    """Return slices of a batch (B, H, T, D) of sequences to compute together: on the host as many
+    as fit the cache, on a GPU all."""
     b, heads, t, _ = q.shape
     together = (
         max(1, SCORES // max(1, heads * min(t, QUERY_BLOCK) * t)) if on_host(q) else max(1, b)
@@ -48,8 +48,8 @@ def sequences(q: Array) -> Iterator[slice]:
 
 
 def query_blocks(q: Array) -> Iterator[tuple[slice, slice, Array]]:
-    """(queries, the keys that they see, mask) of each block. The last block comes first, because it
-    sees all keys.
+    """Return (queries, the keys that they see, mask) of each block. The last block is first,
+    because it sees all keys.
 
     The mask (Q, Q) is added to the scores of the block's own tokens: -inf where the key is after
     the query, else 0.
@@ -154,14 +154,13 @@ def _attend_gradients(
 
 
 def shared(x: Array, heads: int) -> Array:
-    """(…, H_kv, T, D) with each head repeated for the query heads that share it; x itself if none
-    is shared."""
+    """Repeat each key or value head for the query heads that share it: (…, H_kv, T, D) -> (…, H, T,
+    D); x itself if none is shared."""
     return x if x.shape[-3] == heads else array_module(x).repeat(x, heads // x.shape[-3], axis=-3)
 
 
 def sum_heads(x: Array, kv_heads: int) -> Array:
-    """(…, H, T, D) -> (…, H_kv, T, D): the gradient of a key head is the sum over its query
-    heads."""
+    """Sum the gradients of each key head over its query heads: (…, H, T, D) -> (…, H_kv, T, D)."""
     *lead, heads, t, d = x.shape
     return (
         x if heads == kv_heads else x.reshape(*lead, kv_heads, heads // kv_heads, t, d).sum(axis=-3)
@@ -244,8 +243,8 @@ def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:
 
 
 def fits_kernel(q: Array) -> bool:
-    """Whether kernels/attention.cu takes these queries (B, H, T, D): on a GPU, in half precision,
-    of narrow heads."""
+    """Return whether kernels/attention.cu takes these queries (B, H, T, D): on a GPU, in half
+    precision, with narrow heads."""
     # device and dtype decide, not the layout, because views are copied
     return (
         q.dtype in LOW_PRECISION
@@ -255,8 +254,8 @@ def fits_kernel(q: Array) -> bool:
 
 
 def _by_kernel(q: Array, k: Array, v: Array) -> tuple[Array, Array] | None:
-    """The result and log_total (B, H, T) from the kernel, or None if the code below has to compute
-    them."""
+    """Return the result and log_total (B, H, T) from the kernel, or None if the code below has to
+    compute them."""
     if not fits_kernel(q):
         return None
     xp = array_module(q)
@@ -279,7 +278,7 @@ def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tupl
     (grouped-query attention).
     Args:    keep: whether short sequences keep their probabilities, B·H·T² numbers, for backward.
     Cost:    forward up to 4·T²·D FLOPs a head, nearly half of it with several blocks; memory: B·H·T
-             numbers, beside q, k, v and the result.
+             numbers, in addition to q, k, v and the result.
     Raises:  ShapeError if the shapes do not fit.
     Source:  Vaswani et al. 2017; Dao et al. 2022.
     """

@@ -8,11 +8,10 @@ multiplied.
              # . # .
              . . # #
 
-For each block of queries the keys that it sees are brought together, with all their values; from
-there on it is the softmax of attention.py, of shorter rows. Inside a query's own block it sees the
-keys up to itself. Nothing of the scores is kept: backward computes the probabilities again from
-log(sum(exp(scores))). So the work is that of the tiles that are seen, and memory grows with the
-number of tokens.
+For each block of queries the keys that it sees are copied together, with their values; the rest is
+the softmax of attention.py, with shorter rows. Inside its own block a query sees the keys up to
+itself. No scores are kept: backward computes the probabilities again from log(sum(exp(scores))). So
+only the tiles that are seen are computed, and memory grows with the number of tokens.
 
 On a GPU kernels/attention.cu does this in half precision, if a block is 64 tokens.
 
@@ -43,8 +42,8 @@ SIDE = 64  # tokens of a block: what the mask of kernels/attention.cu has
 
 
 class SeenKeys(NamedTuple):
-    """What a block of queries sees: runs of neighbouring keys, in order; the last `own` keys are
-    the block's own."""
+    """The keys that a block of queries sees: runs of neighbouring keys, in order; the last `own`
+    keys are the block's own."""
 
     queries: slice
     runs: tuple[slice, ...]
@@ -52,12 +51,12 @@ class SeenKeys(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """How many keys these are."""
+        """The number of these keys."""
         return sum(run.stop - run.start for run in self.runs)
 
 
 def seen_keys(blocks: np.ndarray, length: int, side: int) -> list[SeenKeys]:
-    """For each block of queries the keys that it sees; a block that sees none is left out.
+    """Return the keys that each block of queries sees; a block that sees none is left out.
 
     Args:    blocks: (n, n) bool, n = ceil(length / side); what is above the diagonal does not
              count.
@@ -80,8 +79,8 @@ def seen_keys(blocks: np.ndarray, length: int, side: int) -> list[SeenKeys]:
 
 
 def _together(q: Array, seen: list[SeenKeys]) -> Iterator[slice]:
-    """The sequences of (B, H, T, D) to compute together: on the host those whose scores fit the
-    cache."""
+    """Return slices of the sequences (B, H, T, D) to compute together: on the host those whose
+    scores fit the cache."""
     b, heads = q.shape[:2]
     widest = max(
         (len(range(*row.queries.indices(q.shape[2]))) * row.keys for row in seen), default=1
@@ -92,8 +91,8 @@ def _together(q: Array, seen: list[SeenKeys]) -> Iterator[slice]:
 
 
 def _gather(x: Array, runs: tuple[slice, ...], heads: int) -> Array:
-    """The keys or values of some runs, for all query heads: (b, H_kv, T, D) -> (b, H, K, D); one
-    run is a view."""
+    """Return the keys or values of some runs, for all query heads: (b, H_kv, T, D) -> (b, H, K, D);
+    one run is a view."""
     parts = [x[..., run, :] for run in runs]
     return shared(
         parts[0] if len(parts) == 1 else array_module(x).concatenate(parts, axis=-2), heads
@@ -110,8 +109,8 @@ def _add_to(total: Array, runs: tuple[slice, ...], part: Array) -> None:
 
 
 def _probabilities(q: Array, k: Array, row: SeenKeys, ahead: Array) -> Array:
-    """Scores (b, H, K, Q) of one block: gathered keys (b, H, K, D) times scaled queries; -inf after
-    a query."""
+    """Return the scores (b, H, K, Q) of one block: gathered keys (b, H, K, D) times scaled queries;
+    -inf for keys after a query."""
     scores = matmul(k, flip(q[..., row.queries, :]))
     if row.own:
         scores[..., -row.own :, :] += ahead[: row.own, : row.own]
@@ -149,11 +148,10 @@ def _forward(q: Array, k: Array, v: Array, seen: list[SeenKeys], side: int) -> t
 
 
 def _backward(node: Node, seen: list[SeenKeys], dy: Array, side: int) -> tuple[Array, Array, Array]:
-    """dq (B, H, T, D), dk and dv (B, H_kv, T, D). With p the probabilities, c = 1 / sqrt(D), r =
-    sum(dy y) of a query:
+    """Return dq (B, H, T, D), dk and dv (B, H_kv, T, D), computed only for the tiles that are seen.
 
-    dv = pᵀ dy, ds = p (dy vᵀ - r), dq = c ds k, dk = dsᵀ (c q); each of the tiles that are seen
-    alone.
+    With p the probabilities, c = 1 / sqrt(D), r = sum(dy y) of a query: dv = pᵀ dy, ds = p (dy vᵀ -
+    r), dq = c ds k, dk = dsᵀ (c q).
     """
     q = widen(node.q)
     k = widen(node.k)
@@ -194,7 +192,8 @@ def sparse_attention(
              queries see; what is above the diagonal does not count. A query that sees nothing gets
              zeros.
     Cost:    a head and tile that is seen: forward 4·side²·D FLOPs, backward 10·side²·D; other tiles
-             nothing. Memory: B·H·T numbers beside q, k, v and the result.
+             nothing. Memory: B·H·T numbers in addition to q, k, v and
+             the result.
     Raises:  ShapeError if the shapes do not fit.
     """
     check_shapes("sparse_attention", q, k, v)

@@ -82,7 +82,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def all_gather(x: Array, *, dim: int, group: Group) -> tuple[Array, Saved]:
-    """Shards joined along `dim`, for ranks that do different work with the result: (…, own, …) ->
+    """Join the shards along `dim`, for ranks that do different work with the result: (…, own, …) ->
     (…, d, …).
 
     Raises:  ShapeError if the shards are not numpy.array_split's.
@@ -97,13 +97,13 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def reduce_scatter(x: Array, *, dim: int, group: Group) -> tuple[Array, Saved]:
-    """This rank's slice of `dim` of the sum of all ranks' x: (…, d, …) -> (…, own, …)."""
+    """Return this rank's slice of `dim` of the sum of all ranks' x: (…, d, …) -> (…, own, …)."""
     return _sum_and_cut(x, dim, group), saved()
 
 
 @op
 def gather_copies(x: Array, *, dim: int, group: Group) -> tuple[Array, Saved]:
-    """Shards joined along `dim`, for ranks that all do the same work with the result. Raises: as
+    """Join the shards along `dim`, for ranks that all do the same work with the result. Raises: as
     all_gather."""
     return _join(x, dim, group), saved()
 
@@ -115,8 +115,8 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def take_shard(x: Array, *, dim: int, group: Group) -> tuple[Array, Saved]:
-    """This rank's slice of `dim`, a view; x is whole and equal on all ranks: (…, d, …) -> (…, own,
-    …)."""
+    """Return this rank's slice of `dim`, a view; x is whole and equal on all ranks: (…, d, …) ->
+    (…, own, …)."""
     return _own(x, dim, group), saved()
 
 
@@ -127,18 +127,18 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def shard_of(length: int, group: Group) -> slice:
-    """This rank's part of a dim of `length`, as numpy.array_split cuts it."""
+    """Return this rank's part of a dim of `length`, as numpy.array_split cuts it."""
     edges = bounds(length, group.size)
     return slice(edges[group.rank], edges[group.rank + 1])
 
 
 def _own(x: Array, dim: int, group: Group) -> Array:
-    """This rank's slice of `dim`: a view."""
+    """Return this rank's slice of `dim`: a view."""
     return x[(slice(None),) * (dim % x.ndim) + (shard_of(x.shape[dim], group),)]
 
 
 def _join(x: Array, dim: int, group: Group) -> Array:
-    """All ranks' x in rank order along `dim`, contiguous. Raises: ShapeError."""
+    """Return all ranks' x joined in rank order along `dim`, contiguous. Raises: ShapeError."""
     xp = array_module(x)
     whole = group.all_gather(xp.ascontiguousarray(xp.moveaxis(x, dim, 0)), algorithm="ring")
     own = shard_of(len(whole), group)
@@ -152,7 +152,7 @@ def _join(x: Array, dim: int, group: Group) -> Array:
 
 
 def _sum_and_cut(x: Array, dim: int, group: Group) -> Array:
-    """This rank's slice of `dim` of the sum of all ranks' x, contiguous.
+    """Return this rank's slice of `dim` of the sum of all ranks' x, contiguous.
 
     The verb cuts the flattened array into equal chunks. If P does not divide the dim, shorter
     slices are padded.
@@ -211,7 +211,8 @@ def _(node: Node, dy: Array) -> Array:
 def _swap(
     x: Array, split: int, join: int, edges: Sequence[int], group: Group
 ) -> tuple[Array, tuple[int, ...]]:
-    """The slices of all ranks for this rank, joined; and the bounds of each along `join`."""
+    """Return the joined slices that all ranks have for this rank, and the bounds of each slice
+    along `join`."""
     xp = array_module(x)
     pieces = [xp.ascontiguousarray(piece) for piece in xp.split(x, edges[1:-1], axis=split)]
     came = group.all_to_all(pieces, algorithm="pairwise")
@@ -231,8 +232,8 @@ def split_cross_entropy(
     group: Group,
     divisor: float | None = None,
 ) -> tuple[Array, Saved]:
-    """As cross_entropy (loss.py), of logits whose rows are divided among the ranks: no rank has a
-    whole one.
+    """Return the cross-entropy (as cross_entropy of loss.py) of logits whose rows are divided among
+    the ranks: no rank has a whole row.
 
     Of log(s) + (m - t), a first all-reduce computes the maxima m, a second one s and the targets'
     logits t together.

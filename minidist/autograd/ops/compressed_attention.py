@@ -1,19 +1,19 @@
 """Context compression: attention in which old tokens are seen as the means of groups.
 
-    tokens      0 1 2 3 | 4 5 6 7 | 8 9 10 11         ratio = 4, window = 3
-    query 9     mean 0-3   4 5 6 7   8 9               group 4-7 is not old yet: token 7 is among
-                                                       the last 3
+    tokens      0 1 2 3 | 4 5 6 7 | 8 9 10 11     ratio = 4, window = 3
+    query 9     mean 0-3   4 5 6 7   8 9          group 4-7 is not old yet: token 7 is one of the
+                                                  last 3
     query 11    mean 0-3   mean 4-7  8 9 10 11
 
 A group's key and value are the means of its tokens', and its score gets + log(ratio): so it weighs
-as much as its tokens would, if their keys were equal. What must be kept of T tokens to go on is
-T/ratio + window + ratio entries.
+as much as its tokens would, if their keys were equal. To continue after T tokens, T/ratio + window
++ ratio entries must be kept.
 
-It is another function than attention over the whole context: what sets the tokens of a group apart
-is gone. Two old tokens of a group may change places, and no result changes; a token that a query
-looks for is found at 1/ratio of its value at the most. So the context is not compressed without
-loss (N2 §10.4 says 信息保持, that information is kept); equal only with ratio=1, with a window as long
-as the context, or where all keys of each group are equal.
+It is another function than attention over the whole context: the differences between the tokens of
+a group are lost. Two old tokens of a group may change places, and no result changes; a token that a
+query looks for is found at 1/ratio of its value at the most. So the context is not compressed
+without loss (N2 §10.4 says 信息保持, that information is kept); equal only with ratio=1, with a window
+as long as the context, or if all keys of each group are equal.
 
 notes:   N2 §10.4
 Source:  Rae et al. 2019, "Compressive Transformers for Long-Range Sequence Modelling" (mean pooling
@@ -63,7 +63,7 @@ def compressed_attention(q: Tensor, k: Tensor, v: Tensor, *, ratio: int, window:
 
 
 def _with_means(x: Tensor, ratio: int) -> Tensor:
-    """The tokens, and behind them the mean of each whole group: (B, H, T, D) -> (B, H, T + T //
+    """Return the tokens, followed by the mean of each whole group: (B, H, T, D) -> (B, H, T + T //
     ratio, D)."""
     b, heads, length, width = x.shape
     groups = length // ratio
@@ -74,8 +74,8 @@ def _with_means(x: Tensor, ratio: int) -> Tensor:
 
 
 def _seen(length: int, ratio: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens and groups are hidden from each query, (T, T + T // ratio), and what is added to
-    their scores."""
+    """Return which tokens and groups are hidden from each query, (T, T + T // ratio), and the
+    numbers to add to their scores."""
     groups = length // ratio
     places = np.arange(length)
     last = (np.arange(groups) + 1) * ratio - 1

@@ -38,8 +38,8 @@ _GOLDEN = (5.0**0.5 - 1) / 2
 
 @contextmanager
 def drawn_load(load: Sequence[float] | None) -> Iterator[None]:
-    """Context manager: choices without scores fall on expert e in the proportion load[e] (None:
-    evenly)."""
+    """Context manager: draw choices that have no scores so that expert e gets them in the
+    proportion load[e] (None: evenly)."""
     before = getattr(_drawn, "load", None)
     _drawn.load = load
     try:
@@ -49,10 +49,10 @@ def drawn_load(load: Sequence[float] | None) -> Iterator[None]:
 
 
 def drawn_positions(shape: tuple[int, ...], k: int) -> np.ndarray:
-    """Choices for scores of this shape that have no data: (…, n) -> (…, k) integers.
+    """Return choices for scores of this shape that have no data: (…, n) -> (…, k) integers.
 
-    Evenly, row r gets k positions from k·r on, round the n; else by systematic sampling of the
-    load, so that the k differ if no expert's part is above 1 / k.
+    Without a load, row r gets k positions from k·r on, modulo n. With a load: systematic sampling,
+    so the k differ if no expert's part is above 1 / k.
     """
     rows = np.arange(math.prod(shape[:-1]), dtype=np.int64).reshape(shape[:-1])[..., None]
     choices = np.arange(k, dtype=np.int64)
@@ -65,7 +65,7 @@ def drawn_positions(shape: tuple[int, ...], k: int) -> np.ndarray:
 
 
 def places_in_runs(ids: Array) -> Array:
-    """The number of equal ids before each id: [2, 0, 2, 2] -> [0, 0, 1, 2]."""
+    """Return the number of equal ids before each id: [2, 0, 2, 2] -> [0, 0, 1, 2]."""
     xp = array_module(ids)
     order = xp.argsort(ids, kind="stable")
     ordered = ids[order]
@@ -126,7 +126,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which row holds which token. Rows are sorted by expert, the rows of an expert by token."""
+    """The token of each row. Rows are sorted by expert, the rows of an expert by token."""
 
     shape: tuple[int, int]  # (T, k): tokens, and choices of each token
     choices: Array  # (R,) integers: for each row, its index in the flattened (T, k) choices
@@ -148,8 +148,8 @@ class Placement:
 
 
 def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Placement:
-    """The placement of all kept choices: chosen (T, k) integers, kept (T, k) bool or None, which
-    keeps all.
+    """Return the placement of all kept choices: chosen (T, k) integers, kept (T, k) bool, or None
+    to keep all.
 
     Raises:  ShapeError if the shapes do not fit.
     """

@@ -73,8 +73,8 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def product_and_bias(x: Array, w: Array, b: Array | None) -> Array:
-    """(rows, in) @ (in, out) + (out,). On the host low precision comes back in float32, and the
-    caller rounds it once.
+    """Return (rows, in) @ (in, out) + (out,). On the host low precision gives a float32 result,
+    which the caller rounds once.
 
     A GPU rounds the product, so that tensor cores can compute it, and rounds again after adding the
     bias.

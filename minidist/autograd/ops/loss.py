@@ -40,8 +40,8 @@ def cross_entropy(
     """The sum over tokens of -log softmax(logits)[target], divided by `divisor`.
 
     Let l be the logits of a token, m their maximum, t the logit of the target, and s = sum(exp(l -
-    m)). The loss is log(s) + (m - t), in this order, so that log(s) is not lost beside the large
-    logits of a diverging run.
+    m)). The loss is log(s) + (m - t), in this order, so that rounding does not lose log(s) when the
+    logits of a diverging run are large.
     Args:    logits: (…, V), floats; targets: (…), integers. They may stay on the host while logits
              are on a GPU; then their range is checked. A target on a GPU that is outside the
              vocabulary gives NaN.

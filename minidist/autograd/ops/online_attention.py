@@ -166,7 +166,8 @@ class FusedSoftmax:
         self.log_total: Array = xp.full(q.shape[:3], -np.inf, np.float32)
 
     def absorb(self, q: Array, k: Array, v: Array, queries: slice, *, causal: bool) -> None:
-        """As OnlineSoftmax.absorb, of queries that are not scaled."""
+        """Add a block of keys and values to the state, as OnlineSoftmax.absorb does; the queries
+        are not scaled."""
         xp = array_module(q)
         q = q[:, :, queries]
         if not q.shape[2] or not k.shape[2]:
@@ -203,7 +204,7 @@ class FusedGradients:
     def add(
         self, k: Array, v: Array, queries: slice, dk: Array, dv: Array, *, causal: bool
     ) -> None:
-        """As OnlineGradients.add."""
+        """Add the gradients of some queries and a block of keys, as OnlineGradients.add does."""
         contiguous = array_module(k).ascontiguousarray
         q, y, dy = (contiguous(x[:, :, queries]) for x in (self.q, self.y, self.dy))
         if not q.shape[2] or not k.shape[2]:
@@ -226,8 +227,8 @@ class FusedGradients:
 
 
 def _tiles(q: Array, causal: bool) -> Iterator[tuple[slice, slice, slice, Array | None]]:
-    """(sequences, queries, keys, mask) of each tile: few queries, so that the scores stay in the
-    cache."""
+    """Return (sequences, queries, keys, mask) of each tile: few queries, so that the scores stay in
+    the cache."""
     length = q.shape[2]
     height = attention.QUERY_BLOCK if on_host(q) else attention.QUERY_BLOCK_GPU
     for i in sequences(q):

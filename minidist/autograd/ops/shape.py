@@ -36,7 +36,8 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether an index has only numbers, slices, None and …, so that no element is picked twice."""
+    """Return whether an index has only numbers, slices, None and …, so that no element is picked
+    twice."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(
         part is None or part is Ellipsis or isinstance(part, (int, np.integer, slice))

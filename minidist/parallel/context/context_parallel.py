@@ -1,7 +1,7 @@
-"""Chapter 13 · Context parallelism in a plan: which attention sees the keys of all ranks, and what
-else of a model must know that a rank has a part of each sequence.
+"""Chapter 13 · Context parallelism in a plan: the attention that sees the keys of all ranks, and
+the changes to a model whose ranks have a part of each sequence.
 
-    attention         whose keys a query sees                     a rank's tokens
+    attention         keys that a query sees                      a rank's tokens
     ring              all, sent round (ring_attention.py)         two blocks of a zigzag
     … with a pattern  those it shows (sparse_ring_attention.py)   the same
     all-to-all        all, of the own heads (ulysses.py)          consecutive
@@ -28,7 +28,8 @@ from minidist.parallel.step.model_axis import ModelAxis
 
 
 class ContextParallel(ModelAxis):
-    """The ranks that divide each sequence of a GPT: it changes the model's attention, in place.
+    """The ranks that divide each sequence of a GPT; making it changes the model's attention, in
+    place.
 
     Args:    attention: "ring" or "all-to-all".
     Attributes: own_tokens: this rank's tokens of a sequence.
@@ -57,8 +58,8 @@ class ContextParallel(ModelAxis):
 
 
 class TokenShardSequences(Sequences):
-    """`inner`, for a gate that sees its own tokens of sequences; the ranks of `group` have the
-    others."""
+    """The tokens `inner` for a gate that sees only this rank's tokens of sequences; the ranks of
+    `group` have the others."""
 
     def __init__(self, inner: Sequences, group: Group, own: OwnTokens) -> None:
         self.inner = inner
@@ -66,7 +67,8 @@ class TokenShardSequences(Sequences):
         self.own = own
 
     def joined(self, chosen: Array) -> Array:
-        """As Sequences.joined. Cost: an all-gather of k integers a token, under `control`."""
+        """Return the choices of the whole sequences, as Sequences.joined. Cost: an all-gather of k
+        integers per token, under `control`."""
         xp = array_module(chosen)
         with self.group.ledger.control():
             gathered = self.group.all_gather(
@@ -80,13 +82,14 @@ class TokenShardSequences(Sequences):
         return xp.ascontiguousarray(xp.moveaxis(whole, 0, TOKENS))
 
     def parted(self, kept: Array) -> Array:
-        """The own tokens' part."""
+        """Return the own tokens' part."""
         return pick(kept, self.own, TOKENS)
 
     def keys(self, tokens: Array) -> Array:
-        """As `inner`: the gate is given keys of the own tokens only."""
+        """Return the keys of `inner`: the gate is given keys of the own tokens only."""
         return self.inner.keys(tokens)
 
     def total(self, share: Array) -> Array:
-        """As `inner`: shares of the ranks of `group` add up later, in the loss."""
+        """Return the total of `inner`: shares of the ranks of `group` are added later, in the
+        loss."""
         return self.inner.total(share)

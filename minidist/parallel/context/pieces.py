@@ -1,5 +1,5 @@
-"""Pieces of a divided sequence: which keys one rank needs of another under a pattern, and how they
-travel.
+"""Pieces of a divided sequence: the keys that one rank needs of another under a pattern, and their
+exchange.
 
 Both follow from the pattern (nn/attention_pattern.py) and the zigzag (token_shard.py), which every
 rank knows.
@@ -23,11 +23,11 @@ from minidist.parallel.context.token_shard import own_blocks, zigzag
 
 
 class NeededTokens(NamedTuple):
-    """What one rank needs of another's tokens: their places among the source's own ones, as runs,
-    `total` in all.
+    """The tokens that one rank needs of another: their places among the source's own tokens, as
+    runs, `total` in all.
 
-    tiles: (queries, keys, causal): slices of the rank's own tokens and of these; causal: they are
-    the same tokens.
+    tiles: (queries, keys, causal): slices of the rank's own tokens and of these; causal: queries
+    and keys are the same tokens.
     """
 
     runs: tuple[slice, ...]
@@ -37,10 +37,10 @@ class NeededTokens(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def needed(pattern: str, length: int, rank: int, source: int, size: int) -> NeededTokens:
-    """What the queries of `rank` see of the keys of rank `source`, in a sequence of `length` tokens
-    cut by `zigzag`.
+    """Return the tokens of rank `source` whose keys the queries of `rank` see, in a sequence of
+    `length` tokens cut by `zigzag`.
 
-    Of its own tokens a rank has all.
+    If both are one rank, these are all its tokens.
     """
     blocks = pattern_blocks(pattern, length)
     keys = zigzag(length, source, size)
@@ -66,8 +66,8 @@ def needed(pattern: str, length: int, rank: int, source: int, size: int) -> Need
 
 
 def query_blocks(length: int, rank: int, size: int) -> list[tuple[slice, int]]:
-    """A rank's tokens, cut where the zigzag or the pattern cuts them: (own tokens, position of the
-    first)."""
+    """Return a rank's tokens, cut where the zigzag or the pattern cuts them: (own tokens, position
+    of the first)."""
     found = []
     positions = zigzag(length, rank, size)
     for _, own in own_blocks(length, rank, size):
@@ -81,14 +81,14 @@ def query_blocks(length: int, rank: int, size: int) -> list[tuple[slice, int]]:
 
 
 def runs(shown: np.ndarray) -> list[slice]:
-    """The runs of True in (n,) bool, as slices."""
+    """Return the runs of True in (n,) bool, as slices."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], shown, [False]]).astype(np.int8)))
     return [slice(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
 def tokens_sent(pattern: str, length: int, size: int) -> int:
-    """M of the cost above: tokens that ranks need of each other, once for each rank that needs
-    one."""
+    """Return M of the cost in sparse_ring_attention.py: tokens that ranks need of each other,
+    counted once per rank that needs one."""
     return sum(
         needed(pattern, length, rank, source, size).total
         for rank in range(size)
@@ -99,14 +99,14 @@ def tokens_sent(pattern: str, length: int, size: int) -> int:
 
 # ----------------------------------------------------------------------------------------- exchange
 
-AHEAD = 2  # pieces on their way while one is computed with: those of both neighbours
-# messages that may wait to leave before a hop starts: pieces, and gradients of pieces
+AHEAD = 2  # pieces being received while the rank computes with one: those of both neighbours
+# messages that may not have left yet when a hop starts: pieces, and gradients of pieces
 UNSENT = 2 * AHEAD
 
 
 class PieceExchange:
-    """Pieces of the other ranks' keys and values come, hop by hop, and the gradients of pieces go
-    home.
+    """The exchange of pieces between ranks: keys and values arrive hop by hop, and gradients of
+    pieces return to their rank.
 
     All ranks take the hops in one order and start a hop's messages at the same point of it. So the
     messages between two ranks match, and no rank waits for a later hop of another.
@@ -124,15 +124,16 @@ class PieceExchange:
         self._home: tuple[Pending, tuple[slice, ...]] | None = None
 
     def source(self, hop: int) -> int:
-        """The rank whose piece comes at a hop; at hop 0 this one."""
+        """Return the rank whose piece arrives at a hop; at hop 0 this rank."""
         return (self.group.rank - hop) % self.group.size
 
     def pieces(self) -> Iterator[tuple[int, Array | None]]:
-        """(hop, the keys and values that this rank needs of that hop's source, or None) of each
-        hop, from hop 0 on.
+        """Yield (hop, the keys and values that this rank needs of that hop's source, or None) for
+        each hop, from hop 0 on.
 
         Returns: (2, B, H_kv, n, D); the arrays must not be written to.
-        Cost:    a message for each rank that this one needs something of, of these tokens alone.
+        Cost:    a message from each rank that this rank needs something of, with only the needed
+                 tokens.
         """
         started = [self._start(hop) for hop in self.hops[:AHEAD]]
         yield 0, self.kv
@@ -144,11 +145,11 @@ class PieceExchange:
             yield hop, arrived
 
     def send_home(self, hop: int, gradients: Array | None, total: Array) -> None:
-        """Start to send a piece's gradients to the rank that has its tokens, and to receive what
-        comes home at `hop`.
+        """Start to send a piece's gradients to the rank that has its tokens, and to receive
+        gradients of own tokens at `hop`.
 
-        Every rank calls it after each hop, with None where it had no piece. What came home at the
-        hop before is added to `total`, the gradients of the own keys and values.
+        Every rank calls it after each hop, with None where it had no piece. Gradients that arrived
+        at the hop before are added to `total`, the gradients of the own keys and values.
         """
         self._add_home(total)
         if gradients is not None:
@@ -159,15 +160,16 @@ class PieceExchange:
             self._home = self.group.start_recv(back, out=self._room(total, mine.total)), mine.runs
 
     def finish(self, total: Array | None = None) -> None:
-        """Wait until all that this rank sends has left; in backward add what came home last to
-        `total`."""
+        """Wait until all messages of this rank have left; in backward add the last gradients that
+        arrived to `total`."""
         if total is not None:
             self._add_home(total)
         while self._leaving:
             self._leaving.pop(0).wait()
 
     def _start(self, hop: int) -> Pending | None:
-        """Start a hop's messages, those that are not empty. Returns: that of the piece to come."""
+        """Start a hop's messages, except empty ones. Returns: the pending receive of the next
+        piece, or None."""
         self._leaving = [pending for pending in self._leaving if not _left(pending)]
         while len(self._leaving) > UNSENT:
             self._leaving.pop(0).wait()
@@ -199,13 +201,13 @@ class PieceExchange:
 
     @staticmethod
     def _room(like: Array, tokens: int) -> Array:
-        """A new array like (…, own, D), of so many tokens."""
+        """Return a new array like (…, own, D), of `tokens` tokens."""
         room = array_module(like).empty((*like.shape[:-2], tokens, like.shape[-1]), like.dtype)
         return account.current().hold(room, "communication")
 
 
 def _left(pending: Pending) -> bool:
-    """Whether a message has left; then it is over."""
+    """Return whether a message has left; if so, finish it."""
     if pending.done():
         pending.wait()
         return True

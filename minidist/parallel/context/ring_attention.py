@@ -4,9 +4,9 @@ all of them.
 The idea. Everything in a block but attention works token by token, so each rank can hold some of
 the tokens and all of the weights. In attention the queries of a rank must see the keys of all
 ranks. Each rank sends the keys and values that it has just used to the next rank and receives those
-of the previous rank; after P - 1 hops every query has met every key. Softmax over keys that arrive
+of the previous rank; after P - 1 hops every query has seen every key. Softmax over keys that arrive
 in parts needs a running maximum and a running sum: see autograd/ops/online_attention.py. While a
-rank computes with one part, the next one is on its way.
+rank computes with one part, it receives the next one.
 
     P=3      r0 sees    r1 sees    r2 sees        r -> r+1 meanwhile
     hop 0    kv0        kv1        kv2            each rank sends its own
@@ -29,14 +29,14 @@ rank.
 
     weights      whole on all ranks; gradients, each of the own tokens, are all-reduced
     positions    of the own tokens, in the whole sequence: rotary angles, learned positions
-    activations  of T/P tokens; at most five arrays on their way: two of keys and values, three of
+    activations  of T/P tokens; at most five arrays in messages: two of keys and values, three of
                  their gradients
 
-Backward goes round once more. The gradients of keys and values travel with them: each rank adds
-what its queries contribute, and after P hops they are back on the rank that has the tokens.
+Backward sends keys and values round once more. Their gradients follow them: each rank adds what its
+queries contribute, and after P hops the gradients are back on the rank that has the tokens.
 
-Cost, a block and step, over all ranks, of B·T × key-value width numbers (a rank sends 1/P of it on
-average):
+Cost, per block and step, over all ranks, of B·T × key-value width numbers (a rank sends 1/P of it
+on average):
 
     forward      2(P-1)      keys and values, P - 1 hops
     backward     4P - 2      the same again, and their gradients, P hops
@@ -114,11 +114,11 @@ def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: 
 
 
 def visible(length: int, rank: int, source: int, size: int) -> Iterator[tuple[slice, slice, bool]]:
-    """Which of a rank's query blocks see which key blocks of rank `source`, as slices of the ranks'
-    tokens.
+    """Return which of a rank's query blocks see which key blocks of rank `source`, as slices of the
+    ranks' tokens.
 
-    Returns: (queries, keys, causal); causal: it is one block. Queries of a later block see all
-    keys, earlier ones none.
+    Returns: (queries, keys, causal); causal: queries and keys are one block. Queries of a later
+    block see all keys, queries of an earlier block none.
     """
     for own, queries in own_blocks(length, rank, size):
         for other, keys in own_blocks(length, source, size):
@@ -177,8 +177,8 @@ def ring_attention(
              length: T, tokens of the whole sequence.
     Returns: (B, H, own, D), in q's dtype.
     Cost:    over all ranks, in units of B·T·H_kv·D numbers: 2(P-1) forward, 4P-2 backward (none for
-             P = 1). Memory: B·H·own numbers beside q, k, v and the result; while it runs keys and
-             values of two ranks, and in backward their gradients for three.
+             P = 1). Memory: B·H·own numbers in addition to q, k, v and the result; while it runs
+             keys and values of two ranks, and in backward their gradients for three.
     Raises:  ShapeError if this rank has not as many tokens as `zigzag` says.
     """
     check_shapes("ring_attention", q, k, v)
@@ -205,7 +205,7 @@ def ring_attention(
 
 @ring_attention.gradient("q", "k", "v")
 def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
-    """Once more round the ring; the gradients of keys and values follow them."""
+    """Send keys and values round the ring once more, followed by their gradients."""
     group = node.options["group"]
     length = node.options["length"]
     fused = fits_kernel(node.q)
@@ -237,7 +237,7 @@ def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
 
 
 def _packed(k: Array, v: Array) -> Array:
-    """Keys and values as one message: (2, B, H_kv, own, D)."""
+    """Return keys and values as one message: (2, B, H_kv, own, D)."""
     return account.current().hold(array_module(k).stack([k, v]), "communication")
 
 
@@ -268,7 +268,7 @@ class RingSelfAttention(TokenShardAttention):
 
 
 def attend_by_ring(model: GPT, group: Group) -> OwnTokens:
-    """Let a GPT's attention, in place, send keys and values round `group`; returns each rank's
+    """Let a GPT's attention, in place, send keys and values round `group`; return each rank's
     tokens."""
     for block in model.blocks:
         block.attention = RingSelfAttention(block.attention, group)
@@ -290,8 +290,8 @@ def context_parallel(model: GPT, group: Group) -> GPT:
 def elements_sent(
     config: GPTConfig, parameters: int, *, ranks: int, sequences: int, recomputed: int = 0
 ) -> int:
-    """Numbers that all ranks together send along the axis in a step, however many passes it has:
-    the cost above.
+    """Return the count of numbers that all ranks together send along the axis in a step, in all its
+    passes: the cost above.
 
     Args:    parameters: Ψ; sequences: of config.context tokens; recomputed: how many blocks are
              computed again.

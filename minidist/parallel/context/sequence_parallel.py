@@ -6,9 +6,8 @@ the residual stream lie outside; every rank computes and keeps the same numbers 
 all. They work token by token, so outside the *sequence* can be cut. An all-reduce is a
 reduce-scatter and an all-gather; the outside part fits between the two:
 
-    tensor      … B_r -- all-reduce -------- + residual, dropout, norm: whole -------- A_r …
-    sequence    … B_r -- reduce-scatter ---- + residual, dropout, norm: T/P tokens ---- all-gather
-                -- A_r …
+    tensor      … B_r -- all-reduce ------ + residual, dropout, norm: whole --------------------- A_r …
+    sequence    … B_r -- reduce-scatter -- + residual, dropout, norm: T/P tokens -- all-gather -- A_r …
 
 So only the edges of a region change: enter gathers the tokens (backward: reduce-scatter), leave
 scatters the sums (backward: all-gather).
@@ -83,8 +82,8 @@ def plain_sequence_mlp(
 
 
 class SequenceRegion(TensorRegion):
-    """A region that gathers all tokens on entry, and leaves each rank the sums of its own
-    tokens."""
+    """A region that gathers all tokens on entry, and gives each rank the sums of its own tokens on
+    exit."""
 
     def enter(self, x: Tensor) -> Tensor:
         """(B, own, width) -> (B, T, width)."""
@@ -95,12 +94,13 @@ class SequenceRegion(TensorRegion):
         return collectives.reduce_scatter(x, dim=TOKENS, group=self.group)
 
     def sequences(self) -> Sequences:
-        """A mixture's gate sees the own tokens."""
+        """Return the tokens that a mixture's gate sees: the own tokens."""
         return OutsideSequences(self.group)
 
 
 class OutsideSequences(Sequences):
-    """For a gate that sees the own tokens; its probabilities enter the region before it routes."""
+    """The tokens of a gate that sees the own tokens; its probabilities enter the region before it
+    routes."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -109,7 +109,8 @@ class OutsideSequences(Sequences):
         return pick(tokens, partial(shard_of, group=self.group), TOKENS)
 
     def total(self, share: Array) -> Array:
-        """As Sequences.total. Cost: an all-reduce of one number, counted under `control`."""
+        """Return the sum of one number over all ranks, as Sequences.total. Cost: an all-reduce of
+        one number, counted under `control`."""
         with self.group.ledger.control():
             return self.group.all_reduce(share, algorithm="direct")
 
@@ -118,8 +119,8 @@ class SequenceOutput(SplitOutput):
     """Logits of all tokens and a slice of the vocabulary, from hidden states of the own tokens."""
 
     def last(self, x: Tensor) -> Tensor:
-        """The last token, as a sequence of one token that is cut again: (B, own, width) -> (B, 1 or
-        0, width)."""
+        """Return the last token, as a sequence of one token that is cut again: (B, own, width) ->
+        (B, 1 or 0, width)."""
         group = self.region.group
         whole = collectives.gather_copies(x, dim=TOKENS, group=group)
         return collectives.take_shard(whole[:, -1:], dim=TOKENS, group=group)
@@ -137,18 +138,19 @@ def sequence_parallel(model: GPT, group: Group) -> GPT:
 
 
 class SequenceParallel(TensorParallel):
-    """As TensorParallel, and outside the regions the ranks divide the tokens."""
+    """Tensor parallelism in which the ranks also divide the tokens outside the regions."""
 
     def __init__(self, model: GPT, group: Group) -> None:
         ModelAxis.__init__(self, model, group)
         sequence_parallel(model, group)
 
     def sums_over(self, parameter: Parameter) -> Group | None:
-        """As TensorParallel's; of a whole weight each rank has the gradient of its own tokens."""
+        """Return the ranks that sum a weight's gradient: those of TensorParallel, or for a whole
+        weight all, as each has the gradient of its own tokens."""
         return parameter.sharers if isinstance(parameter, WeightShard) else self.group
 
     def own_tokens(self, length: int) -> slice:
-        """This rank's tokens of a sequence, outside the regions."""
+        """Return this rank's tokens of a sequence, outside the regions."""
         return shard_of(length, group=self.group)
 
 
@@ -156,8 +158,8 @@ class SequenceParallel(TensorParallel):
 
 
 def elements_sent(config: GPTConfig, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
-    """Numbers that all ranks together send along the axis in a step, however many passes it has:
-    the cost above.
+    """Return the count of numbers that all ranks together send along the axis in a step, in all its
+    passes: the cost above.
 
     Args:    sequences: of config.context tokens; recomputed: how many blocks are computed again in
              backward.
@@ -172,8 +174,8 @@ def elements_sent(config: GPTConfig, *, ranks: int, sequences: int, recomputed: 
 
 
 def outside_numbers(config: GPTConfig) -> int:
-    """Numbers of the weights outside the regions: norms, biases of row linears, positions, a
-    mixture's gates."""
+    """Return the count of numbers of the weights outside the regions: norms, biases of row linears,
+    positions, a mixture's gates."""
     of_norm = (2 if config.norm == "layer" else 1) * config.width
     positions = config.context * config.width if config.positions == "learned" else 0
     of_block = 2 * of_norm + 2 * config.width
@@ -186,7 +188,7 @@ def outside_numbers(config: GPTConfig) -> int:
 def activations_sent(
     config: GPTConfig, tokens: int, *, ranks: int, sequences: int, recomputed: int = 0
 ) -> int:
-    """The part of `elements_sent` that is sent inside forward and backward, for sequences of
+    """Return the part of `elements_sent` that is sent inside forward and backward, for sequences of
     `tokens` tokens."""
     padded = ranks * -(-tokens // ranks)
     crossings = (2 + (config.mixture.shared if config.mixture else 0)) * (
@@ -203,7 +205,7 @@ def activations_sent(
 def gates_sent(
     config: GPTConfig, tokens: int, *, ranks: int, sequences: int, recomputed: int = 0
 ) -> int:
-    """The part of `activations_sent` that is probabilities of a mixture's gates, and their
+    """Return the part of `activations_sent` that is probabilities of a mixture's gates, and their
     gradients."""
     padded = ranks * -(-tokens // ranks)
     experts = config.mixture.experts if config.mixture else 0

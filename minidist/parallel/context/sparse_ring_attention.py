@@ -2,27 +2,27 @@
 others.
 
 The idea. In a ring all keys and values visit all ranks, because a causal query sees all keys before
-it. Under a sliding window it sees the last N alone, and a key that no query of a rank sees need not
-travel there. Which keys these are follows from the pattern and from which rank has which tokens, so
-each rank knows it of all others, without a message.
+it. Under a sliding window it sees only the last N, and a key that no query of a rank sees need not
+be sent there. These keys follow from the pattern and from the tokens of each rank, so each rank
+knows them for all others, without a message.
 
-    P=3, zigzag       block 0    1      2      3      4      5       local:N, N at most a block of
-                                                             the zigzag:
-    rank                    0    1      2      2      1      0       a block needs the end of the
-                                                                     block before it,
-    keys come from               <- 0   <- 1   own    <- 2   <- 1    so a rank talks to its two
-                                                                     neighbours alone
+    P=3, zigzag     block 0    1      2      3      4      5
+    rank                  0    1      2      2      1      0
+    keys from                  <- 0   <- 1   own    <- 2   <- 1
 
-So keys go straight from the rank that has them to the rank that needs them. At hop h a rank sends
-to the rank h places on and receives from the rank h places back, if there is something to send;
-hops go 1, P-1, 2, P-2, …: the neighbours on both sides first. While a rank computes with one piece,
-the next two are on their way. Backward sends the same keys and values once more, and their
-gradients straight home.
+With local:N, N at most a block of the zigzag, a block needs the end of the block before it. So a
+rank exchanges messages only with its two neighbours.
+
+Keys go straight from the rank that has them to the rank that needs them. At hop h a rank sends to
+the rank h places after it and receives from the rank h places before it, if there is something to
+send. The order of hops is 1, P-1, 2, P-2, …: the neighbours on both sides first. While a rank
+computes with one piece, the next two are being sent. Backward sends the same keys and values once
+more, and their gradients straight back to the rank that has the tokens.
 
 What each rank holds: as in ring_attention.py, cut in the same zigzag; of others' keys and values
 only pieces.
 
-Cost, a block and step, over all ranks. Let M be the number of tokens that the ranks need of each
+Cost, per block and step, over all ranks. Let M be the number of tokens that the ranks need of each
 other (tokens_sent), a token counted once for each rank that needs it, and K = 2 B × key-value width
 the numbers of its keys and values:
 
@@ -112,9 +112,9 @@ def sparse_ring_attention(
              each query sees a key.
     Returns: (B, H, own, D), in q's dtype.
     Cost:    over all ranks, in units of 2·B·H_kv·D numbers: tokens_sent forward, twice as many
-             backward. Memory: B·H·own numbers beside q, k, v and the result; while it runs the own
-             keys and values, three pieces of other ranks and at most five that leave, in backward
-             their gradients among them.
+             backward. Memory: B·H·own numbers in addition to q, k, v and the result; while it runs
+             the own keys and values, three pieces of other ranks and at most five outgoing pieces,
+             in backward their gradients among them.
              On a GPU each tile is a launch of the attention kernel, so this is made for the host.
     Raises:  ShapeError if this rank has not as many tokens as `zigzag` says.
     """
@@ -145,7 +145,8 @@ def sparse_ring_attention(
 
 @sparse_ring_attention.gradient("q", "k", "v")
 def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
-    """The same pieces once more; the gradients of each go home as soon as they are computed."""
+    """Get the same pieces once more; send the gradients of each piece to its rank as soon as they
+    are computed."""
     group = node.options["group"]
     fused = fits_kernel(node.q)
     xp = array_module(dy)
@@ -180,7 +181,7 @@ def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
 
 
 def _packed(k: Array, v: Array) -> Array:
-    """Keys and values as one array: (2, B, H_kv, own, D)."""
+    """Return keys and values as one array: (2, B, H_kv, own, D)."""
     return account.current().hold(array_module(k).stack([k, v]), "communication")
 
 
@@ -208,7 +209,7 @@ class SparseRingSelfAttention(TokenShardAttention):
 
 
 def attend_by_pieces(model: GPT, group: Group) -> OwnTokens:
-    """Let a GPT's attention, in place, get the keys that its pattern shows; returns each rank's
+    """Let a GPT's attention, in place, get the keys that its pattern shows; return each rank's
     tokens.
 
     Raises:  ConfigError if the model has no pattern.
@@ -224,7 +225,7 @@ def attend_by_pieces(model: GPT, group: Group) -> OwnTokens:
 
 
 def sparse_context_parallel(model: GPT, group: Group) -> GPT:
-    """As context_parallel (ring_attention.py), of a GPT with an attention pattern. Raises: as
+    """Cut a GPT with an attention pattern, as context_parallel (ring_attention.py) does. Raises: as
     attend_by_pieces."""
     shard_tokens(model, group, attend_by_pieces(model, group))
     return model
@@ -233,8 +234,8 @@ def sparse_context_parallel(model: GPT, group: Group) -> GPT:
 def elements_sent(
     config: GPTConfig, parameters: int, *, ranks: int, sequences: int, recomputed: int = 0
 ) -> int:
-    """Numbers that all ranks together send along the axis in a step, however many passes it has:
-    the cost above.
+    """Return the count of numbers that all ranks together send along the axis in a step, in all its
+    passes: the cost above.
 
     Args:    parameters: Ψ; sequences: of config.context tokens; recomputed: how many blocks are
              computed again.

@@ -27,12 +27,12 @@ order."""
 
 
 def all_tokens(length: int) -> slice:
-    """The OwnTokens of a rank that has all tokens."""
+    """Return all tokens: the OwnTokens of a rank that has all of them."""
     return slice(0, length)
 
 
 def within(outer: OwnTokens, inner: OwnTokens) -> OwnTokens:
-    """The tokens that `inner` takes of those that `outer` takes."""
+    """Return the OwnTokens that `inner` takes of the tokens of `outer`."""
 
     def own(length: int) -> Any:
         places = index_range(length)[outer(length)]
@@ -42,8 +42,8 @@ def within(outer: OwnTokens, inner: OwnTokens) -> OwnTokens:
 
 
 def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
-    """A rank's two blocks of a sequence of `length` tokens: (number among the 2P, place among the
-    own tokens)."""
+    """Return a rank's two blocks of a sequence of `length` tokens: (number among the 2P, place
+    among the own tokens)."""
     edges = bounds(length, 2 * size)
     first = rank
     last = 2 * size - 1 - rank
@@ -55,7 +55,7 @@ def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
 
 
 def zigzag(length: int, rank: int, size: int) -> np.ndarray:
-    """The positions of a rank's tokens in a sequence of `length` tokens over `size` ranks,
+    """Return the positions of a rank's tokens in a sequence of `length` tokens over `size` ranks,
     ascending: (own,) int64."""
     edges = bounds(length, 2 * size)
     return np.concatenate(
@@ -64,8 +64,8 @@ def zigzag(length: int, rank: int, size: int) -> np.ndarray:
 
 
 def pick(array: Array, own: OwnTokens, dim: int) -> Array:
-    """The part of an array that belongs to this rank's tokens: (…, T, …) -> (…, own, …); T is dim
-    `dim`."""
+    """Return the part of an array that belongs to this rank's tokens: (…, T, …) -> (…, own, …); T
+    is dim `dim`."""
     places = own(array.shape[dim])
     if isinstance(places, slice):
         return array[(slice(None),) * dim + (places,)]
@@ -73,7 +73,7 @@ def pick(array: Array, own: OwnTokens, dim: int) -> Array:
 
 
 def own_key(key: DropoutKey | None, own: OwnTokens) -> DropoutKey | None:
-    """The own tokens' part of a dropout key of all tokens."""
+    """Return the own tokens' part of a dropout key of all tokens."""
     return key and replace(key, tokens=pick(key.tokens, own, TOKENS))
 
 
@@ -146,8 +146,8 @@ class TokenShardOutput(Output):
         self.own = own
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
-        """Own logits (B, own, vocabulary), all targets (B, T) -> the loss of all, the same bits on
-        every rank.
+        """Return the loss of all tokens from own logits (B, own, vocabulary) and all targets (B,
+        T); the same bits on every rank.
 
         Cost:    an all-reduce of one number, counted under `control`; backward sends nothing.
         """
@@ -158,8 +158,8 @@ class TokenShardOutput(Output):
             return collectives.reduce_from(share, group=self.group, algorithm="direct")
 
     def last(self, x: Tensor) -> Tensor:
-        """The last token's hidden state on every rank, without gradient: (B, own, width) -> (B, 1,
-        width)."""
+        """Return the last token's hidden state on every rank, without gradient: (B, own, width) ->
+        (B, 1, width)."""
         with self.group.ledger.control():
             length = int(self.group.all_reduce(np.array([x.shape[TOKENS]], np.int64))[0])
             here = length - 1 in np.arange(length)[self.own(length)]

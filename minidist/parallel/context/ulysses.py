@@ -14,15 +14,15 @@ What each rank holds:
     weights      whole on all ranks; gradients, each of the own tokens, are all-reduced
     tokens       consecutive, cut as numpy.array_split does: the work in attention is even without a
                  zigzag
-    heads        inside, cut likewise; with fewer key heads than ranks, each goes to all ranks whose
-                 queries need it
+    heads        inside, cut in the same way; with fewer key heads than ranks, each goes to all
+                 ranks whose queries need it
 
-Beside the ring (ring_attention.py): fewer bytes, because a swap does not grow with P, while the
-ring sends all keys and values to all P ranks. But there can be no more ranks than heads, and
+Compared with the ring (ring_attention.py): fewer bytes, because a swap does not grow with P, while
+the ring sends all keys and values to all P ranks. But there can be no more ranks than heads, and
 nothing is computed during a swap. Memory is divided too: inside attention a rank has T tokens of h
 / P numbers, as many as T/P tokens of h.
 
-Cost, a block and step, in numbers, over all ranks, width h and key-value width k, if P divides
+Cost, per block and step, in numbers, over all ranks, width h and key-value width k, if P divides
 tokens and heads:
 
     (P-1)/P × B T (2 h + 2 k)    forward: q, k, v there, y back; backward the same again, or twice
@@ -92,8 +92,8 @@ class UlyssesSelfAttention(TokenShardAttention):
         return collectives.all_to_all(y, split=TOKENS, join=HEADS, group=self.group)
 
     def _swap(self, x: Tensor, shares: list[range]) -> Tensor:
-        """Own tokens of all heads -> all tokens of own heads: (B, H, own, D) -> (B, own heads, T,
-        D)."""
+        """Swap own tokens of all heads for all tokens of own heads: (B, H, own, D) -> (B, own
+        heads, T, D)."""
         wanted = np.concatenate([np.array(share, np.int64) for share in shares])
         if len(wanted) != x.shape[HEADS]:  # a head that several ranks need is sent to each of them
             x = ops.take(x, wanted, dim=HEADS)
@@ -103,8 +103,8 @@ class UlyssesSelfAttention(TokenShardAttention):
 
 
 def attend_by_heads(model: GPT, group: Group) -> OwnTokens:
-    """Let a GPT's attention, in place, swap tokens for heads; returns each rank's tokens. Raises:
-    as ulysses."""
+    """Let a GPT's attention, in place, swap tokens for heads; return each rank's tokens. Raises: as
+    ulysses."""
     for block in model.blocks:
         heads = block.attention.heads
         if heads < group.size:
@@ -118,8 +118,8 @@ def attend_by_heads(model: GPT, group: Group) -> OwnTokens:
 
 
 def ulysses(model: GPT, group: Group) -> GPT:
-    """As context_parallel (ring_attention.py), with consecutive tokens. Raises PlanError for more
-    ranks than heads."""
+    """Cut a GPT's sequences as context_parallel (ring_attention.py) does, but into consecutive
+    tokens. Raises PlanError for more ranks than heads."""
     shard_tokens(model, group, attend_by_heads(model, group))
     return model
 
@@ -127,8 +127,8 @@ def ulysses(model: GPT, group: Group) -> GPT:
 def elements_sent(
     config: GPTConfig, parameters: int, *, ranks: int, sequences: int, recomputed: int = 0
 ) -> int:
-    """Numbers that all ranks together send along the axis in a step, however many passes: the cost
-    above, any sizes.
+    """Return the count of numbers that all ranks together send along the axis in a step, in all its
+    passes: the cost above, any sizes.
 
     Args:    parameters: Ψ; sequences: of config.context tokens; recomputed: how many blocks are
              computed again.

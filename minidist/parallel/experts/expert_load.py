@@ -1,5 +1,5 @@
-"""How evenly a mixture's experts are loaded over a whole job: counted once a step, for the biases
-and the report."""
+"""The load of a mixture's experts over a whole job: counted once a step, for the biases and the
+report."""
 
 from typing import Any
 
@@ -20,15 +20,14 @@ class ExpertLoad:
     Args:    model: this rank's part, with names assigned; group: the ranks that share its weights
              and the batch.
     Attributes: step: (own layers, 2, experts) integers: tokens of the last step's whole batch that
-    chose each expert,
-                      and that it took; total: the same, since the run began.
+                chose each expert, and tokens that it took; total: the same, since the run began.
                 routed: (own layers, P) integers: rows that this rank gave each rank in the last
-                step, itself included
-                      (with experts on several nodes all of these are of its own: node_experts.py).
+                step, itself included; with experts on several nodes only ranks of its own node get
+                any (node_experts.py).
                 copies: (own layers,) integers: copies of tokens that left this node in the last
                 step.
-                sent: (own layers,) integers: numbers given to other ranks for forward alone since
-                the run began.
+                sent: (own layers,) integers: numbers given to other ranks since the run began, only
+                for forward.
     """
 
     def __init__(self, model: GPT, group: Group) -> None:
@@ -54,8 +53,8 @@ class ExpertLoad:
             layer.newest = NewestChoices(-(-SAMPLE // group.size), layer.config.top_k)
 
     def settle(self) -> None:
-        """After a step of a model with mixtures: sum its loads over the ranks, and move the biases
-        by them.
+        """Sum the loads of a step over the ranks, and move the biases by them; called after each
+        step of a model with mixtures.
 
         Cost:    one all-reduce of 2 E integers a layer, under `control`.
         """
@@ -71,12 +70,12 @@ class ExpertLoad:
             experts.clear()
 
     def sent_by(self, layer: int) -> int:
-        """`sent` of one of the model's layers; 0 if another rank has the layer."""
+        """Return `sent` of one of the model's layers; 0 if another rank has the layer."""
         return int(self.sent[self.numbers == layer].sum())
 
     def whole(self, pipeline: Group) -> np.ndarray:
-        """`total` of all layers of the model, on every rank: (layers, 2, experts) integers. All
-        ranks call it.
+        """Return `total` of all layers of the model, on every rank: (layers, 2, experts) integers.
+        All ranks call it.
 
         Args:    pipeline: the ranks that have the stages.
         Cost:    one all-reduce, under `control`.
@@ -90,16 +89,15 @@ class ExpertLoad:
             return pipeline.all_reduce(found, algorithm="ring")  # type: ignore[no-any-return]
 
     def placed(self, pipeline: Group) -> tuple[np.ndarray, np.ndarray] | None:
-        """By the choices of the newest SAMPLE tokens, which experts should share a node; None on
-        one node.
+        """Return which experts should share a node, by the choices of the newest SAMPLE tokens;
+        None on one node.
 
         Args:    pipeline: as `whole`; all ranks call it.
         Returns: (layers, experts) integers, MixtureConfig.placement, equal on all ranks; and
-        (layers, 3): tokens that
-                 were looked at, copies of these that left their node as the experts lay, and that
-                 would have.
-        Cost:    an all-gather of k + 1 integers a token and layer, an all-reduce of E + 3 a layer,
-                 under `control`.
+                 (layers, 3): the tokens that were looked at, their copies that left their node in
+                 the present placement, and the copies that leave it in the new one.
+        Cost:    an all-gather of k + 1 integers per token and layer, an all-reduce of E + 3 per
+                 layer, under `control`.
         """
         if not self.far:
             return None

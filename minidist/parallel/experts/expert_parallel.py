@@ -1,16 +1,17 @@
 """Chapter 18 · Expert parallelism: the experts of a mixture are divided between ranks, and tokens
-travel to them.
+are sent to them.
 
 The idea. In a mixture of experts (nn/moe.py) nearly all weights belong to experts, and each token
 uses few of them. So each rank holds some experts and some sequences. A token whose expert is on
-another rank is sent there, and its result comes back:
+another rank is sent there, and its result is sent back:
 
     own rows, sorted by expert -- counts -----> how many rows each rank gets
                                -- all-to-all -> rows of all ranks for my experts -- sort -- experts
     results, weighted and added up <- all-to-all --                              -- sort back --+
 
 Only routed tokens are sent: no padding up to a capacity, no dropped tokens. Backward sends the
-gradients along the same two ways, so the gradient of an expert is complete on the rank that has it.
+gradients by the same two exchanges, so the gradient of an expert is complete on the rank that has
+it.
 
 What each rank holds, P ranks, E experts:
 
@@ -24,7 +25,7 @@ What each rank holds, P ranks, E experts:
 The result is one process's: capacity, dropping and balance loss are those of one sequence, noise is
 keyed by the global token, and the loss is divided by the targets of all ranks.
 
-Cost, a step, all ranks together, in numbers; R = tokens whose expert is on another rank, counted
+Cost, per step, all ranks together, in numbers; R = tokens whose expert is on another rank, counted
 once per expert:
 
     tokens      4 R h            two all-to-alls forward, two backward; 6 R h where blocks are
@@ -36,8 +37,8 @@ once per expert:
     control     (P-1) E counts a layer and forward; 2(P-1) × 2 E L loads; P(P-1) for the loss, as
                 many for clipping
 
-Routing decides R: with even loads it is (P-1)/P of k B T; if one expert is hot, its rank computes
-for all the others. Where the ranks lie on several nodes, tokens go to each node once instead
+Routing decides R: with even loads it is (P-1)/P of k B T; if one expert gets most tokens, the other
+ranks wait for its rank. If the ranks lie on several nodes, a token is sent to each node only once
 (node_experts.py).
 
 notes:   N1 (专家混合), N2 §10.3 MoE专用并行优化
@@ -86,10 +87,9 @@ def expert_parallel(model: GPT, group: Group, *, once_a_node: bool = True) -> GP
     """Divide a mixture's experts between the ranks of `group`, in place; then
     `model.initialize(seed)` draws.
 
-    A limit of nodes without their number (MixtureConfig.nodes) is of the nodes on which these ranks
-    lie.
-    Args:    once_a_node: whether a token travels to each node once (node_experts.py), if there are
-             several.
+    If a limit of nodes is set without MixtureConfig.nodes, it counts the nodes of these ranks.
+    Args:    once_a_node: whether a token is sent to each node only once (node_experts.py), if there
+             are several.
     Raises:  PlanError if a rank would get no expert; ConfigError without a mixture, or if the
              weights are drawn.
     """
@@ -127,8 +127,8 @@ def expert_parallel(model: GPT, group: Group, *, once_a_node: bool = True) -> GP
 
 
 class ExpertParallel(ModelAxis):
-    """The ranks that divide a mixture's experts, and the batch's rows as data parallelism does: it
-    divides the model, in place.
+    """The ranks that divide a mixture's experts, and the batch's rows as data parallelism does;
+    making it divides the model, in place.
 
     Args:    group: the ranks that have all experts together; sharers: the ranks that hold the same
              experts, this one included: they sum those gradients; among: the ranks that have all
@@ -158,8 +158,8 @@ class ExpertParallel(ModelAxis):
 
 
 def elements_sent(model: GPT, *, ranks: int, rows: int) -> int:
-    """Numbers that all ranks together send in a step, without `control`, if one group holds all
-    experts and no block is computed again: the cost above.
+    """Return the count of numbers that all ranks together send in a step, without `control`, if one
+    group holds all experts and no block is computed again: the cost above.
 
     Args:    ranks: that share the batch; rows: R, summed over all layers.
     """

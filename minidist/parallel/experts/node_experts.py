@@ -1,32 +1,32 @@
-"""Chapter 18 · Experts on several nodes: a token travels to each node once, and on to its experts
-inside it.
+"""Chapter 18 · Experts on several nodes: a token is sent to each node once, and from there to its
+experts inside the node.
 
-The idea. A token with four experts on the other node is four rows to it, if each row travels for
-itself. But links between nodes are the slow ones. So the token goes there once, to the rank that
-has the sender's place on its node. That rank hands it on; what the experts of the node make of it
-is weighted and added up there, and comes back as one row:
+The idea. If each row is sent separately, a token with four experts on the other node is four rows
+between the nodes. But links between nodes are the slow ones. So the token is sent there once, to
+the rank that has the sender's place on its node. That rank passes it to the experts of the node.
+Their results are weighted and added up there, and sent back as one row:
 
     2 nodes of 2 ranks, a token of r0 with the experts e4, e5 on r2 and e6, e7 on r3:
 
-    every row for itself     r0 ─ 4 rows ─> r2, r3           4 results come back
-    once a node              r0 ─ 1 copy ─> r2 ─ 2 rows ─> r3
+    each row separately      r0 ─ 4 rows ─> r2, r3           4 results are sent back
+    once per node            r0 ─ 1 copy ─> r2 ─ 2 rows ─> r3
                              r0 <─ 1 sum ── r2 <─ 2 results ── r3
 
-With the copy travel its weights: the k numbers of the gate, which backward brings a gradient. So
-the sum can be made where the experts are. It is another order of additions, so results differ by
-rounding alone.
+The weights of a token are sent with its copy: the k numbers of the gate, which get a gradient in
+backward. So the sum can be made where the experts are. Its order of additions is another, so
+results differ only by rounding.
 
-Cost, a step, all ranks together, in numbers; C copies to other nodes, R rows to other ranks of the
+Cost, per step, all ranks together, in numbers; C copies to other nodes, R rows to other ranks of the
 own node:
 
     between nodes     (4 h + 2 k) C      two all-to-alls forward, two backward; half as many more if
                                          computed again
     inside a node     4 h R              the same
-    control           k C, and (L-1) E counts a layer and forward on nodes of L ranks; all twice if
+    control           k C, and (L-1) E counts per layer and forward on nodes of L ranks; twice if
                       computed again
 
-C is at most N-1 a token on N nodes, however large k is; with a limit of M nodes
-(MixtureConfig.node_limit) at most M; and a good placement makes it smaller still
+C is at most N-1 per token on N nodes, for any k; with a limit of M nodes
+(MixtureConfig.node_limit) at most M; and a good placement makes it even smaller
 (nn/expert_nodes.py).
 
 notes:   N2 §10.3 动态路由优化 (N2:398)
@@ -95,10 +95,10 @@ class NodeExperts(SplitExperts):
 
     Args:    as SplitExperts; inside: this rank's node, as a group.
     Attributes: home: the number of this rank's node, counted from 0 in the order of the nodes'
-    first ranks
+                first ranks
                 copies: (P,) copies of tokens that this rank gave each rank, itself included, in
-                training since `clear`;
-                sent: rows given to each rank, all of this node.
+                training since `clear`
+                sent: rows given to each rank, all of this node
     """
 
     def __init__(
@@ -127,17 +127,18 @@ class NodeExperts(SplitExperts):
         self.copies = np.zeros(self.group.size, np.int64)
 
     def numbers_sent(self) -> int:
-        """As SplitExperts': rows inside the node, and copies, with their weights, out of it."""
+        """Return the count of numbers sent: rows inside the node (as SplitExperts), and copies with
+        their weights to other nodes."""
         each: int = 2 * self.up.shape[1] + self.top_k
         return super().numbers_sent() + self.copies_away() * each
 
     def copies_away(self) -> int:
-        """Copies that left this node, since the last `clear`."""
+        """Return the number of copies that left this node, since the last `clear`."""
         return int(sum(self.copies[gate] for gate, own in self.gates if self.group.rank not in own))
 
     def placed(self, chosen: np.ndarray, home: np.ndarray, order: np.ndarray) -> list[int]:
-        """A better order of the experts (nn/expert_nodes.py), and after it tokens, and copies
-        before and with it.
+        """Return a better order of the experts (nn/expert_nodes.py), followed by the number of
+        tokens and the copies in the old and new order.
 
         Args:    chosen: (T, k) choices of tokens, -1 for none; home: (T,) the node of each; order:
                  (E,) as it is now.
@@ -180,8 +181,8 @@ class NodeExperts(SplitExperts):
         return ops.from_experts(sums, tensor(xp.ones(len(copies.choices), x.dtype)), copies)
 
     def _exchange(self, wanted: np.ndarray, leaving: np.ndarray) -> list[np.ndarray]:
-        """What each rank's copies want here: (its copies, k) experts, -1 for one that is on another
-        node or dropped."""
+        """Return the experts that each rank's copies need here: (its copies, k), -1 for an expert
+        on another node or a dropped choice."""
         with self.group.ledger.control():
             return list(
                 self.group.all_to_all(
@@ -191,13 +192,12 @@ class NodeExperts(SplitExperts):
 
 
 def ranks_by_node(nodes: Sequence[int]) -> list[list[int]]:
-    """The ranks of each node, in the order of their first ranks."""
+    """Return the ranks of each node, in the order of their first ranks."""
     return [[rank for rank, of in enumerate(nodes) if of == node] for node in dict.fromkeys(nodes)]
 
 
 def settle_nodes(model: GPT, groups: Sequence[Sequence[int]]) -> None:
-    """Let a mixture that limits nodes, and does not say on how many its experts lie, take those of
-    the ranks.
+    """Set the nodes of a mixture that has a limit of nodes and no `nodes`: those of the ranks.
 
     Args:    groups: the node of each rank, of every group that holds all experts.
     Raises:  PlanError if groups lie differently, or ranks of a node do not follow each other.

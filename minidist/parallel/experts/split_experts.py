@@ -1,4 +1,4 @@
-"""Experts divided between ranks: rows travel to them, results come back. The idea:
+"""Experts divided between ranks: rows are sent to them, and results are sent back. The idea:
 expert_parallel.py."""
 
 from collections.abc import Sequence
@@ -19,14 +19,13 @@ from minidist.nn.weight_shard import WeightShard
 
 
 class SplitExperts(Experts):
-    """Experts divided between ranks: rows travel to them and results come back.
+    """Experts divided between ranks: rows are sent to them, and results are sent back.
 
     Args:    as expert_parallel; order: (E,) the experts in the order in which they lie on the
              ranks; None: by number.
     Attributes: own:  the slice of that order which each rank has
                 sent: (P,) rows that this rank gave each rank, itself included, in training since
-                the last `clear`;
-                      rows of a block that is computed again count once.
+                the last `clear`; rows of a block that is computed again count once
     """
 
     def __init__(
@@ -64,16 +63,16 @@ class SplitExperts(Experts):
         self.sent = np.zeros(self.group.size, np.int64)
 
     def numbers_sent(self) -> int:
-        """Numbers that this rank sent to others for one forward, since the last `clear`; backward
-        sends as many."""
+        """Return the count of numbers that this rank sent to others for one forward, since the last
+        `clear`; backward sends as many."""
         return 2 * int(self.sent.sum() - self.sent[self.group.rank]) * self.up.shape[1]
 
     def copies_away(self) -> int:
-        """Copies of tokens that left this node: none; NodeExperts has some."""
+        """Return the number of copies of tokens that left this node: none; NodeExperts has some."""
         return 0
 
     def places(self, chosen: Array) -> Array:
-        """The experts' places in the order in which they lie on the ranks."""
+        """Return the experts' places in the order in which they lie on the ranks."""
         return (
             chosen if self.place_of is None else array_module(chosen).asarray(self.place_of)[chosen]
         )
@@ -94,7 +93,7 @@ class SplitExperts(Experts):
         return travel(ops.take(results, back), counts=came.sum(axis=1).tolist())
 
     def _exchange_counts(self, counts: Sequence[int]) -> np.ndarray:
-        """The number of rows that come from each rank for each of this rank's experts: (P, own
+        """Return the number of rows from each rank for each of this rank's experts: (P, own
         experts)."""
         with self.among.ledger.control():
             return np.stack(
@@ -106,7 +105,7 @@ class SplitExperts(Experts):
 
 
 def _by_expert(came: np.ndarray) -> np.ndarray:
-    """The permutation that sorts arriving rows by expert; they arrive sorted by rank, then by
-    expert."""
+    """Return the permutation that sorts arriving rows by expert; they arrive sorted by rank, then
+    by expert."""
     experts = np.tile(np.arange(came.shape[1]), len(came))
     return np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")

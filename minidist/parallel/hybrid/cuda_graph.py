@@ -1,29 +1,27 @@
-"""A training step as one CUDA graph: what the GPU is asked for is written down once, and then asked
-for as a whole.
+"""A training step as one CUDA graph: the launches of a step are recorded once, and then launched as
+a whole.
 
     step = CapturedStep(trainer)
-    losses = [step.start_step(batch) for batch in batches]      # as trainer.start_step, the same
-                                                                numbers
+    losses = [step.start_step(batch) for batch in batches]   # the numbers of trainer.start_step
 
-A step is a walk of the host over the model, with a launch or several for each op. While a stream is
-captured nothing
-runs: each launch becomes a node of a graph, with its arguments as they are. Launching the graph
-runs them all, and the host has done a step's work in one call:
+In a step the host walks over the model, with one or several launches for each op. While a stream is
+captured nothing runs: each launch becomes a node of a graph, with its arguments as they are.
+Launching the graph runs them all, and the host does a step's work in one call:
 
     step 1, 2    run as they are        kernels are compiled, tables sent, the pool of memory filled
     step 3       captured, launched     the host walks the model for the last time
     step 4, …    launched
 
-So what differs from step to step may not be an argument. It lies in fixed places on the device
-(Given), and one copy from pinned memory refills them all before each launch: ids and targets, where
-each id stands (the embedding's gradient adds in that order), the learning rate, and the dropout
-layers' keys. Loss and gradients have fixed places too. Intermediate results lie in a pool of the
-graph's own; matrices are multiplied by a cuBLAS of its own (cublas.py).
+So numbers that differ from step to step may not be arguments. They have fixed places on the device
+(Given), and one copy from pinned memory refills all of them before each launch: ids and targets,
+the positions of each id (the embedding's gradient adds in that order), the learning rate, and the
+dropout layers' keys. Loss and gradients have fixed places too. Intermediate results are in a pool
+of the graph's own; matrices are multiplied by a cuBLAS of its own (cublas.py).
 
-A host that reads a number, or decides by one, cannot be written down, nor can what ranks send each
-other (refuse).
+Code in which the host reads a number, or decides by one, cannot be captured; nor can messages
+between ranks (refuse).
 
-A step of GPT-2 124M took 34.9 ms so on an H200, and 52 eagerly (benchmarks/results/gpu/).
+A step of GPT-2 124M took 34.9 ms so on an H200, and 52 ms eagerly (benchmarks/results/gpu/).
 Source: the CUDA C++ Programming Guide's chapter on graphs and stream capture.
 """
 
@@ -80,10 +78,10 @@ class Given:
         }
 
     def send(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put these numbers there, in the current stream. The host waits only if it is two steps
-        ahead of the copies.
+        """Copy these arrays to their places, in the current stream. The host waits only if it is
+        two steps ahead of the copies.
 
-        Raises:  ShapeError if one is not as the first were.
+        Raises:  ShapeError if an array has another shape or dtype than the first one.
         """
         self._hosts.reverse()
         self._read.reverse()
@@ -130,11 +128,11 @@ class CapturedStep:
         self._late: list[LateLoss] = []
 
     def step(self, batch: Batch) -> float:
-        """One optimizer step; its mean loss."""
+        """Make one optimizer step; return its mean loss."""
         return self.start_step(batch).wait()
 
     def start_step(self, batch: Batch) -> LateLoss:
-        """As `step`; the loss is still on its way.
+        """Make a step, as `step`; the loss may not have arrived yet.
 
         Raises:  KernelError if the step cannot be captured; as check_batch; as send.
         """
@@ -160,7 +158,7 @@ class CapturedStep:
         return late
 
     def _run(self) -> None:
-        """The step's work, one way or the other."""
+        """Run the step's work: op by op, or as the graph."""
         self._steps += 1
         if self._steps <= self._warm_up:
             self._work()
@@ -179,7 +177,8 @@ class CapturedStep:
         self.launches += 1
 
     def _read_once(self) -> tuple[Any, ...]:
-        """Return what a graph has as it was when it was captured. The rate is not among it."""
+        """Return the values that a graph keeps from its capture. The learning rate is not one of
+        them."""
         model = self.trainer.model
         options = self._optimizer.options_now()
         del options["lr"]
@@ -202,8 +201,8 @@ class CapturedStep:
         return self._stream.end_capture()
 
     def _work(self) -> None:
-        """The kernels of Single.start_step, on arrays in fixed places; no number comes from the
-        host."""
+        """Launch the kernels of Single.start_step, on arrays in fixed places; no number is read
+        from the host."""
         trainer = self.trainer
         optimizer = self._optimizer
         optimizer.zero_grad()
@@ -222,7 +221,7 @@ class CapturedStep:
         )
 
     def _settle(self, arrays: Mapping[str, np.ndarray], batch: Batch) -> None:
-        """Give everything that a step reads or leaves its place, at the first batch."""
+        """Make a fixed place for each array that a step reads or writes, at the first batch."""
         cupy = self._cupy
         trainer = self.trainer
         hold = account.current().hold
@@ -263,7 +262,8 @@ class CapturedStep:
         return [part for part in parts if len(part.inputs)]
 
     def _arrays(self, batch: Batch) -> dict[str, np.ndarray]:
-        """This step's, by name. Raises: ShapeError for ids that the vocabulary has not."""
+        """Return the arrays of this step, by name. Raises: ShapeError for ids outside the
+        vocabulary."""
         trainer = self.trainer
         count = self.trainer.config.vocabulary
         arrays = {"rate": np.array([trainer.learning_rate(trainer.updates_done)])}
@@ -285,8 +285,8 @@ class CapturedStep:
 
     @contextmanager
     def _in_own_stream(self) -> Iterator[None]:
-        """The block's work is in the step's own stream and memory, behind the caller's; the
-        caller's next behind it."""
+        """Context manager: work inside runs in the step's own stream and memory, after the caller's
+        earlier work and before its later work."""
         cuda = self._cupy.cuda
         caller, before, after = (
             cuda.get_current_stream(),

@@ -6,13 +6,14 @@ the steps.
     seed=0)
     loss = trainer.step(batch)                  # the global batch in, the global mean loss out
 
-Every rank passes the same global batch and gets the same loss; which part of the batch, of the
-model and of the state a rank works on follows from the plan. With the data axis alone (dp) the step
-is that of data/ddp.py, or with zero=1, 2 or 3 of zero1.py, zero2.py or zero3.py, with strategy= of
-parameter_server.py, or with local_steps= of chapter 21; one rank alone takes the step of single.py,
+Every rank passes the same global batch and gets the same loss; the plan says which part of the
+batch, of the model and of the state a rank works on. With only the data axis (dp) the step is that
+of data/ddp.py, or with zero=1, 2 or 3 of zero1.py, zero2.py or zero3.py, with strategy= of
+parameter_server.py, or with local_steps= of chapter 21. A single rank takes the step of single.py,
 or drives several devices (data_parallel.py). With any other axis, a pipeline (pp), experts (ep),
-context (cp) or tensor parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on
-with this chapter. With any of them blocks may be checkpointed (activations.py).
+context (cp) or tensor parallelism (tp), the step is composed of the steps of the axes:
+hybrid_step.py, where this chapter continues. With any of them blocks may be checkpointed
+(activations.py).
 """
 
 from collections.abc import Callable, Iterable
@@ -66,7 +67,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 class Trainer:
-    """Trains a GPT under a plan. All ranks of `world` make one, with equal arguments: compared.
+    """The training of a GPT under a plan. All ranks of `world` make one Trainer, with equal
+    arguments, which are compared.
 
     Args:    plan: how the job is cut; its size must be the size of world, the Group of all ranks.
              config: the model; its dtype is the master weights', and must be float32 for another
@@ -77,15 +79,15 @@ class Trainer:
              lr_schedule: one of LR_SCHEDULES (optim/schedules.py), with its `warmup`, the number of
              `steps`, and lr_options, the further numbers of a LearningRate.
              clip: bound of the gradients' global norm, or None; device: "cpu" or "cuda".
-             recorder: is told what runs when (an observe.Timeline, say); offload_dir: of the files
-             of offload=all. Of these two each rank may have its own.
+             recorder: gets the spans of work (an observe.Timeline, for example); offload_dir: for
+             the files of offload=all. These two may differ between ranks.
     Attributes: model, optimizer, mesh, plan, precision; world: the mesh's; account: this rank's
-    memory.
+                memory.
                 learning_rate: of an update, by its number from 0; a skipped step is no update.
-                steps_done, updates_done; steps_before: of steps_done, those of the checkpoint that
-                was loaded.
-                strategy: runs the steps; store: where ZeRO's chunks lie.
-                loads: how evenly experts are loaded, where there are some.
+                steps_done, updates_done; steps_before: the steps of steps_done that were in the
+                loaded checkpoint.
+                strategy: runs the steps; store: the place of ZeRO's chunks.
+                loads: the load of the experts, if there are some.
     Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError on every rank
              if an argument differs on one, or if replicas do not start equal.
     """
@@ -152,7 +154,8 @@ class Trainer:
         self._build(plan)
 
     def _build(self, plan: Plan) -> None:
-        """Mesh, model, strategy and optimizer of a plan, as they are before the first step."""
+        """Make mesh, model, strategy and optimizer of a plan, in their state before the first
+        step."""
         self.plan = plan
         self.mesh = Mesh(self._launched, plan.order, plan.placement, **plan.axes)
         self.world = self.mesh.world
@@ -204,8 +207,8 @@ class Trainer:
         require_room(self.plan, self.model, self.account, sequences)
 
     def _key(self, inputs: Array, first: int) -> DropoutKey | None:
-        """Dropout is keyed by step and global token, so that it does not see the split; None if
-        nothing is drawn."""
+        """Return the dropout key of some rows, by step and global token, so that the split does not
+        change it; None without dropout."""
         if not self._draws:
             return None
         return DropoutKey.of_sequences(self.seed, self.steps_done, first, *inputs.shape)
@@ -241,23 +244,25 @@ class Trainer:
 
     @property
     def updates_done(self) -> int:
-        """Steps whose update was made: all of them, but for float16's that overflowed."""
+        """The number of steps whose update was made: all, except steps of float16 that
+        overflowed."""
         return self.steps_done - self.precision.skipped
 
     @property
     def steps_here(self) -> int:
-        """Steps that this job has made, without those of a checkpoint: its ledger and its account
-        are of them."""
+        """The number of steps that this job has made, without those of a checkpoint; its ledger and
+        its account count these."""
         return self.steps_done - self.steps_before
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean token loss over global batches, the same on every rank. No gradients; dropout off.
+        """Return the mean token loss over global batches, the same on every rank. No gradients;
+        dropout off.
 
         Args:    batches: one or more global batches, as step's, equal on all ranks. Raises: as
                  step.
         Returns: the mean of all tokens' losses.
-        Cost:    as many passes as a step; under `control` one all-gather of two float64 a rank, and
-                 one of 8 bytes a rank that compares the batches.
+        Cost:    as many passes as a step; under `control` one all-gather of two float64 per rank,
+                 and one of 8 bytes per rank that compares the batches.
         """
         everyone = self.survivors()
         group, readers = self.strategy.readers(everyone)
@@ -284,7 +289,8 @@ class Trainer:
         return total / count
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all master weights, whole, on the host. Every rank calls it: ZeRO gathers them.
+        """Return copies of all master weights, whole, on the host. Every rank calls it: ZeRO
+        gathers them.
 
         Returns: {dotted path: array}, in the masters' dtype. Raises: CommError, MemoryLimitError if
         they do not fit.
@@ -307,16 +313,16 @@ class Trainer:
         )
 
     def start_save(self, folder: str | Path, **about: Any) -> PendingSave:
-        """As save, but written behind the next steps (parallel/state/save_async.py): this returns when the
-        state is copied.
+        """Start a save that is written during the next steps (parallel/state/save_async.py); return
+        when the state is copied.
 
-        It waits for a save that is under way. One that fails is told on rank 0, and training goes
-        on.
+        It waits for a save in progress. If a save fails, rank 0 prints the error, and training
+        continues.
 
         Args:    as save. Raises: MemoryLimitError if the copies do not fit; CommError as all verbs
                  (Group).
-        Returns: its wait() returns when the checkpoint is there, or raises what save would; close()
-        waits for it, too.
+        Returns: its wait() returns when the checkpoint is complete, or raises what save would;
+                 close() waits for it, too.
         """
         if self._saver is None:
             self._saver = AsyncSaver(
@@ -339,8 +345,8 @@ class Trainer:
         )
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint of the same model and optimizer under any plan; the seed is the
-        checkpoint's.
+        """Continue from a checkpoint of the same model and optimizer under any plan; the seed is
+        the checkpoint's.
 
         Args:    folder: the checkpoint, the same on every rank.
         Returns: its `about`.
@@ -355,11 +361,11 @@ class Trainer:
         return about
 
     def change_plan(self, plan: Plan) -> None:
-        """Go on under another plan of as many ranks, between two steps; model and optimizer are
-        made anew.
+        """Continue under another plan with the same number of ranks, between two steps; model and
+        optimizer are made anew.
 
-        Args:    plan: the plan to come, the same on every rank.
-        Cost:    as state_exchange.restore; nothing touches the disk.
+        Args:    plan: the new plan, the same on every rank.
+        Cost:    as state_exchange.restore; nothing is written to the disk.
         Raises:  PlanError, ConfigError for what cannot work, as for a weight whose requires_grad is
                  off; MismatchError if it differs on a rank; after another error than PlanError and
                  MismatchError the state is gone.
@@ -390,7 +396,7 @@ class Trainer:
         restore([snapshot], self.strategy, self.optimizer, self.world)
 
     def survivors(self) -> Group:
-        """The ranks that are left after the last step: all, but for the lost workers of
+        """Return the ranks that are left after the last step: all, except the lost workers of
         asynchronous servers.
 
         Returns: their Group, or the world. Raises: PeerLostError, TimeoutError if a server is lost.
@@ -401,17 +407,18 @@ class Trainer:
         return self._survivors
 
     def check_replicas(self) -> None:
-        """Every rank compares the weights that it shares. Raises: MismatchError with those that
-        differ, CommError."""
+        """Compare on every rank the weights that it shares. Raises: MismatchError with the weights
+        that differ, CommError."""
         self.strategy.check_replicas(self.survivors())
 
     def weights_sha256(self) -> str:
-        """Digest of the masters, the same under any plan. Returns: 64 hexadecimal digits. Raises:
-        as state_dict."""
+        """Return a digest of the masters, the same under any plan. Returns: 64 hexadecimal digits.
+        Raises: as state_dict.
+        """
         return weights_digest(self.state_dict())
 
     def close(self) -> None:
-        """Wait for a save under way, end the threads of mesh and store, lift the memory's limit;
+        """Wait for a save in progress, end the threads of mesh and store, lift the memory's limit;
         the world stays open.
 
         Raises:  PeerLostError, TimeoutError if that save ended so.
@@ -429,19 +436,19 @@ class Trainer:
             self.account.limit = None
 
     def step(self, batch: Batch, *, local: bool = False) -> float:
-        """One optimizer step on the *global* batch.
+        """Make one optimizer step on the *global* batch; return its loss.
 
         Args:    batch: (inputs, targets), each (sequences, tokens) of integers; equal on all ranks,
                  which is compared.
-                 local: the batch has this rank's own sequences alone, any number of one length. The
-                 global batch is those of all ranks that divide its rows, in rank order; ranks along
-                 pp, cp and tp that share rows pass the same, a parameter server passes none. Where
-                 ranks update by their own rows (local steps, PipeDream) or compress their sums, the
-                 weights depend on who has which.
+                 local: the batch has only this rank's own sequences, any number of one length. The
+                 global batch is the sequences of all ranks that divide its rows, in rank order;
+                 ranks along pp, cp and tp that share rows pass the same, a parameter server passes
+                 none. If ranks update by their own rows (local steps, PipeDream) or compress their
+                 sums, the weights depend on which rank has which rows.
         Returns: the global mean token loss, the same bits on every rank.
         Cost:    the strategy's, in the phase "step". To compare batches, under `control`: 16 bytes
-                 a rank beside each loss and norm; ahead of the first step and each 100th, and with
-                 `local` of each, an all-gather of 48 bytes a rank.
+                 per rank with each loss and norm; before the first step and each 100th, and with
+                 `local` before each, an all-gather of 48 bytes per rank.
         Raises:  ShapeError, DtypeError for a batch that does not fit; MismatchError if the ranks'
                  batches differ; MemoryLimitError; DiskError (offload=all); GradientError if
                  float16's gradients overflow at the smallest scale; ConfigError for a rank without
@@ -451,10 +458,11 @@ class Trainer:
         return self.start_step(batch, local=local).wait()
 
     def start_step(self, batch: Batch, *, local: bool = False) -> LateLoss:
-        """As step; the loss may still be on its way.
+        """Make a step, as `step`; the loss may not have arrived yet.
 
-        One process on a GPU then waits only for what the host decides: fp16's and fp8's scales,
-        experts' routing. Args, Raises: as step. Returns: a LateLoss; its wait() returns the loss.
+        One process on a GPU then waits only for numbers by which the host decides: fp16's and fp8's
+        scales, experts' routing. Args, Raises: as step. Returns: a LateLoss; its wait() returns the
+        loss.
         """
         self.world.tell_step(self.steps_done)
         # what chapters 19 and 20 move to host or disk; without a keeper the store, again
@@ -463,7 +471,7 @@ class Trainer:
             batch,
             step=self.steps_done,
             local=local,
-            # ahead of the step: all steps make the same calls
+            # before the step: all steps make the same calls
             context=self.config.context,
         )
         with (

@@ -1,4 +1,4 @@
-"""Elements that a composed plan sends along each axis, bytes that an offload moves: sums of the
+"""Elements that a composed plan sends along each axis, and bytes that an offload moves: sums of the
 chapters' formulas."""
 
 from dataclasses import replace
@@ -21,11 +21,11 @@ from minidist.parallel.zero.memory_formula import Each
 def elements_sent(
     config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0
 ) -> dict[str, int]:
-    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; for dp see
-    its chapters.
+    """Return the count of numbers that all ranks together send in a step along tp, cp and pp,
+    without scalars; for dp see its chapters.
 
-    Args:    sequences: of the global batch, of config.context tokens; recomputed: how many blocks
-             backward recomputes.
+    Args:    sequences: of the global batch, of config.context tokens; recomputed: number of blocks
+             that backward recomputes.
     """
     sent = {}
     if plan.tp > 1:
@@ -48,9 +48,10 @@ def elements_sent(
 def wide_elements(
     config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0
 ) -> dict[str, int]:
-    """How many of these travel as float32 in low precision too: maxima and sums over a divided
-    vocabulary, chances of gates, and the gradients of keys and values, to which each hop adds.
-    Args: as elements_sent.
+    """Return how many of these are sent as float32 in low precision too, along each axis.
+
+    They are maxima and sums over a divided vocabulary, gate probabilities, and the gradients of
+    keys and values, to which each hop adds. Args: as elements_sent.
     """
     wide = {}
     if plan.tp > 1:
@@ -79,13 +80,14 @@ def wide_elements(
 
 
 def whole_gradients(plan: Plan) -> int:
-    """Copies of each gradient once the data axis has its sums: with ZeRO one for each copy of the
-    state."""
+    """Return the number of copies of each gradient once the data axis has its sums: with ZeRO one
+    for each copy of the state."""
     return plan.copies // (plan.shard or plan.copies) if plan.zero else plan.copies
 
 
 def data_collectives(trainer: Any, sequences: int) -> list[Collective]:
-    """The collectives of a Trainer's data axis in a step on so many sequences, of all ranks.
+    """Return the collectives of a Trainer's data axis in a step on `sequences` sequences of all
+    ranks.
 
     Under a pipeline each microbatch is a pass of ZeRO-2 and 3, and under PipeDream an update of
     DDP.
@@ -108,8 +110,8 @@ def data_collectives(trainer: Any, sequences: int) -> list[Collective]:
 
 
 def moved_in_a_step(trainer: Any) -> dict[str, int]:
-    """Bytes that this rank of a Trainer with an offload moves in a step, by direction (chapter
-    20)."""
+    """Return the bytes that this rank of a Trainer with an offload moves in a step, by direction
+    (chapter 20)."""
     plan = trainer.plan
     data = trainer.strategy.data_axis
     weights = next(trainer.model.parameters())
@@ -136,7 +138,8 @@ def moved_in_a_step(trainer: Any) -> dict[str, int]:
 
 
 def _along_tp(config: GPTConfig, plan: Plan, sequences: int, recomputed: int) -> int:
-    """Along tp: activations of all tokens, and what is added up for each update, in each copy."""
+    """Return the count along tp: activations of all tokens, and gradients that are added up for
+    each update, in each copy."""
     sums = whole_gradients(plan) * plan.updates(sequences)
     if plan.sequence_parallel:
         sent = sum(
@@ -154,7 +157,7 @@ def _along_tp(config: GPTConfig, plan: Plan, sequences: int, recomputed: int) ->
 
 
 def _heads_divided(config: GPTConfig, ranks: int) -> list[GPTConfig]:
-    """For each of so many ranks of tp a config with its heads."""
+    """Return for each of `ranks` ranks of tp a config with its heads."""
     return [
         replace(
             config, heads=len(queries), kv_heads=len(keys), width=len(queries) * config.head_width
@@ -164,7 +167,7 @@ def _heads_divided(config: GPTConfig, ranks: int) -> list[GPTConfig]:
 
 
 def _own_lengths(config: GPTConfig, plan: Plan) -> list[int]:
-    """The number of a sequence's tokens on each rank of cp."""
+    """Return the number of a sequence's tokens on each rank of cp."""
     if plan.attention == "ring":
         return [
             len(ring_attention.zigzag(config.context, rank, plan.cp)) for rank in range(plan.cp)
@@ -173,8 +176,10 @@ def _own_lengths(config: GPTConfig, plan: Plan) -> list[int]:
 
 
 def gathers(schedule: Schedule, rank: int, stage: int, *, keep: bool) -> int:
-    """How often ZeRO-3 gathers a unit of a stage in one pass: for each forward and each backward,
-    or with `keep` as often as none of its microbatches is on its way when one begins.
+    """Return the number of times that ZeRO-3 gathers a unit of a stage in one pass.
+
+    That is once for each forward and each backward. With `keep`: once for each forward that begins
+    while no microbatch of the stage is in progress.
     """
     times = on_its_way = 0
     for instruction in schedule.computes(rank):

@@ -1,8 +1,8 @@
 """Chapter 17 · The step of a composed plan: a model cut by tensor, context and pipeline, and
-replicas of what is left.
+replicas of each part.
 
-The idea. Each axis cuts something else, so the cuts nest like boxes, and each strategy does what it
-does alone. Eight ranks, dp=2, pp=2, tp=2:
+The idea. Each axis cuts something else, so the cuts nest like boxes, and each strategy works as in
+its own chapter. Eight ranks, dp=2, pp=2, tp=2:
 
                           tp=0   tp=1
     dp=0   pp=0 stage 0    r0     r1      tp   0-1, 2-3, 4-5, 6-7   in every layer: all-reduces
@@ -10,10 +10,10 @@ does alone. Eight ranks, dp=2, pp=2, tp=2:
     dp=1   pp=0 stage 0    r4     r5      dp   0-4, 1-5, 2-6, 3-7   once a step: gradients
            pp=1 stage 1    r6     r7
 
-With cp (chapter 13) several ranks stand in the place of each; they have the same weights and rows,
-and divide the tokens. With ep (chapter 18) several others do; they divide the experts, and rows as
-dp does. The axis that sends most is innermost, where ranks are neighbours and links are fast. A
-rank takes its part of the model in this order (parallelize.py):
+With cp (chapter 13) each rank is replaced by several ranks that have the same weights and rows, and
+divide the tokens. With ep (chapter 18) it is replaced by several ranks that divide the experts, and
+rows as dp does. The axis that sends most is innermost, where ranks are neighbours and links are
+fast. A rank takes its part of the model in this order (parallelize.py):
 
     model       GPT, not drawn -> TensorParallel or SequenceParallel(tp) -> ExpertParallel(ep) ->
                 ContextParallel(cp) -> Pipeline(pp) takes its stages and draws -> DDP or ZeRO, over
@@ -29,7 +29,8 @@ rank takes its part of the model in this order (parallelize.py):
     update      of the rank's weights, with ZeRO of its pieces of them
 
 With sequence parallelism a tp rank has, outside its regions, a part of its cp rank's tokens, and
-sends that part to the next stage. What must be equal on several ranks, to the bit, and why it is:
+sends that part to the next stage. These must be equal on several ranks, to the bit, and they are,
+for the reason given:
 
     norms, biases of row linears      on all of tp: from gradients that an all-reduce made equal
     key heads, if fewer than tp       on the ranks that share one, which add up the sums of the data
@@ -39,13 +40,14 @@ sends that part to the next stage. What must be equal on several ranks, to the b
                                       have the same edges)
     loss, norm                        on all ranks: shares are added in rank order
 
-Cost, a step: each axis what its chapter says, of what the rank holds (hybrid_costs.py). Without a
-pipeline the data axis overlaps backward as in its own chapter. With one it sends after the last
-microbatch, or with ZeRO-2 and 3 after each of them (zero/staged_zero3.py).
+Cost, per step: for each axis the formula of its chapter, applied to the rank's part
+(hybrid_costs.py). Without a pipeline the data axis overlaps backward as in its own chapter. With a
+pipeline it sends after the last microbatch, or with ZeRO-2 and 3 after each microbatch
+(zero/staged_zero3.py).
 
-The notes' groups A and B (N0:442-470) are dp=2, pp=2: ranks 0-1 and 2-3 pass activations on, 0-2
-and 1-3 add gradients up. (Their all-reduce takes a mean; here the loss was divided by all tokens
-before, and gradients are summed.)
+The notes' groups A and B (N0:442-470) are dp=2, pp=2: ranks 0-1 and 2-3 send activations, 0-2 and
+1-3 sum gradients. (Their all-reduce takes a mean; here the loss was divided by all tokens before,
+and gradients are summed.)
 
 notes:   N0 3D Parallelism, 混合并行; N2 3D 并行策略
 Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -124,18 +126,19 @@ def plain_hybrid(
         weights -= lr * dp.all_reduce(gradient, algorithm="ring")
 
 
-# The real one builds a GPT in the same order, from whatever parts the plan names:
-# any axes, a schedule on pp, DDP or a stage of ZeRO on dp, experts and context beside them. What it
-# adds is what the parts must agree on: which weights lie whole on which ranks, whose gradients are
-# summed where, and one norm of the model for clipping.
+# The real one builds a GPT in the same order, from the parts that the plan names: any axes, a
+# schedule on pp, DDP or a stage of ZeRO on dp, also experts and context. It adds the facts that the
+# parts must agree on: which ranks hold which weights whole, which ranks sum which gradients, and
+# one norm of the model for clipping.
 
 
 class Hybrid(Strategy):
-    """This rank's part of a GPT that a mesh with more axes than dp trains (parallelize.py makes it).
+    """This rank's part of a GPT that a mesh with more axes than dp trains (parallelize.py makes
+    it).
 
-    Args:    model: what this rank has of it; axes: what divides it, the pipeline first; data_axis:
-             trains the replicas of this part; pipeline: None without stages. The others as Trainer
-             and parallelize.
+    Args:    model: this rank's part of it; axes: the axes that divide it, the pipeline first;
+             data_axis: trains the replicas of this part; pipeline: None without stages. The others
+             as Trainer and parallelize.
     Attributes: outside: the runs of the data axis that have a gradient to be summed over other
                 ranks too.
     """
@@ -186,8 +189,8 @@ class Hybrid(Strategy):
         return self._data_axis
 
     def _summands(self) -> list[Summand]:
-        """The gradients to add up when the data axis has its sums: whole, or with ZeRO this rank's
-        pieces of them."""
+        """Return the gradients to add up when the data axis has its sums: whole, or with ZeRO this
+        rank's pieces of them."""
         found = [
             (owner, piece, group)
             for axis in self.axes
@@ -202,8 +205,8 @@ class Hybrid(Strategy):
     # ----------------------------------------------------------------------------------------- step
 
     def part_of(self, batch: Batch) -> Part:
-        """The rows of a global batch that this rank works on, with the other ranks of its tp, cp
-        and pp."""
+        """Return the rows of a global batch that this rank works on, with the other ranks of its
+        tp, cp and pp."""
         return part_of(batch, size=self.row_group.size, rank=self.row_group.rank)
 
     def start_step(
@@ -215,16 +218,17 @@ class Hybrid(Strategy):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> LateLoss:
-        """As Strategy.start_step; in a pipeline each pass has microbatches."""
+        """Make a step, as Strategy.start_step; in a pipeline each pass has microbatches."""
         self._batch = batch
         return super().start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate)
 
     def begin_step(self) -> None:
-        """As Strategy's."""
+        """Begin a step, as Strategy.begin_step."""
         self.data_axis.begin_step()
 
     def run(self, part: Part, *, divisor: int, last: bool) -> Tensor | float | None:
-        """As Strategy's, through the pipeline if there is one."""
+        """Run forward and backward of some rows, as Strategy.run; through the pipeline if there is
+        one."""
         self.data_axis.begin_pass()
         if self.pipeline is not None:
             return self.pipeline.run(part, divisor=divisor, last=last)
@@ -236,7 +240,7 @@ class Hybrid(Strategy):
     def finish_step(self) -> None:
         """Sum the gradients over the data axis, then those that other ranks add to."""
         self.data_axis.finish_step()
-        # store: with an offload ZeRO's pieces come to the device for it
+        # store: with an offload ZeRO's pieces are copied to the device for it
         with self.recorder.span("add up", "communication"), self.store.gradients(self.outside):
             add_up(self.summands)
 
@@ -249,8 +253,8 @@ class Hybrid(Strategy):
         lr: float | None,
         clip: float | None,
     ) -> LateLoss:
-        """As Strategy's; the loss comes after the update: ranks of tp compare their batches with
-        the norm, and the others learn the result with the loss.
+        """Make the update, then return the loss, as Strategy.conclude. Ranks of tp compare their
+        batches with the norm, and the others learn the result with the loss.
 
         Cost:    as DataAxis.conclude, and add_squares with `clip`.
         """
@@ -258,7 +262,7 @@ class Hybrid(Strategy):
         return LateLoss(add_losses(self.loss_group, share.wait(), batch, everyone=self.everyone))
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
-        """The sum of the losses of this rank's tokens of some rows, over `divisor`."""
+        """Return the sum of the losses of this rank's tokens of some rows, divided by `divisor`."""
         inputs, targets = (
             pick(array, self.tokens, TOKENS) for array in (part.inputs, part.targets)
         )
@@ -271,7 +275,7 @@ class Hybrid(Strategy):
         )
 
     def squares(self) -> float:
-        """The sum of the squares of the whole gradient; each number counts once. Cost: as
+        """Return the sum of the squares of the whole gradient; each number counts once. Cost: as
         add_squares."""
         counted = [piece for owner, piece in self.data_axis.updated() if self._counts(owner)]
         return add_squares(self.norm_group, self.store.squares(counted), self._batch)
@@ -290,27 +294,28 @@ class Hybrid(Strategy):
         return self.data_axis.evaluating()
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
-        """The ranks of dp and ep divide the rows."""
+        """Return the ranks of dp and ep, which divide the rows."""
         return self.row_group, self.row_group.size
 
     def loss_share(self, part: Part) -> float:
-        """This rank's share of the sum of the losses of its rows, without gradients."""
+        """Return this rank's share of the sum of the losses of its rows, without gradients."""
         self.data_axis.begin_pass()
         if self.pipeline is not None:
             return self.pipeline.evaluate(part, divisor=1)
         return float(self.loss(part, 1).item()) if len(part.inputs) or self.always else 0.0
 
     def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
-        """Over all ranks that have a share of the loss; of ranks that share rows one counts their
-        tokens."""
+        """Return losses and tokens of all ranks that have a share of the loss; of ranks that share
+        rows only one counts their tokens."""
         counts = (self.pipeline is None or self.pipeline.last) and (
             self.mesh.coordinates["cp"] == 0
         )
         return super().sum_shares(loss, tokens * counts, self.loss_group)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """As Strategy's, on every rank. Cost: gathers over the data axis (ZeRO), tp and pp."""
-        away = self.plan.offload != "none"  # then it comes from the host, and touches no device
+        """Return copies of all weights, as Strategy.state_dict, on every rank. Cost: gathers over
+        the data axis (ZeRO), tp and pp."""
+        away = self.plan.offload != "none"  # then it is read from the host, without the device
         with account.use(self.store.host if away else account.current()):
             if self.pipeline is not None:
                 return self.pipeline.state_dict()
@@ -331,8 +336,8 @@ class Hybrid(Strategy):
         self.data_axis.state_replaced()
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """As Strategy's, of what several ranks hold alike: over the data axis, over tp, a tied
-        table at both ends."""
+        """Compare the weights that several ranks hold, as Strategy.check_replicas: over the data
+        axis, over tp, and a tied table at both ends."""
         self.data_axis.check_replicas(self.mesh.copies, when=when)
         if self.plan.zero < 3:  # with ZeRO-3 no rank holds weights whole
             for axis in self.axes:
@@ -340,8 +345,8 @@ class Hybrid(Strategy):
 
 
 def tokens_of(axes: Sequence[ModelAxis]) -> tuple[OwnTokens, OwnTokens]:
-    """Return the tokens of a sequence that this rank works on, and those whose activations it hands
-    on between layers: with sequence parallelism its part of its tokens."""
+    """Return the tokens of a sequence that this rank works on, and the tokens whose activations it
+    passes on between layers: with sequence parallelism a part of the first."""
     tokens: OwnTokens = all_tokens
     carried: OwnTokens = all_tokens
     for axis in axes:
@@ -353,10 +358,11 @@ def tokens_of(axes: Sequence[ModelAxis]) -> tuple[OwnTokens, OwnTokens]:
 
 
 def lay_out(model: GPT, axes: Sequence[ModelAxis], pipeline: StageModel | None) -> None:
-    """Give parameters their layouts: which of them a data axis may put into one bucket.
+    """Give parameters their layouts: they say which parameters a data axis may put into one bucket.
 
-    Where several ranks of another axis hold a weight, ZeRO's chunks must have the same edges on
-    each: by stage; alike on ranks of tp; a tied table; experts.
+    If several ranks of another axis hold a weight, ZeRO's chunks must have the same edges on each
+    of them. So weights are separated by stage; by whether ranks of tp hold the same; a tied table;
+    experts.
     """
     alike = [axis.held_alike for axis in axes if isinstance(axis, TensorParallel)]
     stages = (

@@ -1,4 +1,4 @@
-"""How many layers each stage of a plan's pipeline gets: even, as told, or by measured time."""
+"""The number of layers of each stage of a plan's pipeline: even, as given, or by measured time."""
 
 import time
 from dataclasses import replace
@@ -19,7 +19,7 @@ from minidist.parallel.pipeline.stages import balanced_layers
 def stage_layers(
     how: str, config: GPTConfig, stages: int, group: Group, *, device: str = "cpu"
 ) -> list[int]:
-    """The number of layers of each stage, the same on all ranks of `group`, as `how` says:
+    """Return the number of layers of each stage, the same on all ranks of `group`; `how` is
     Plan.stage_layers."""
     if how == "even":
         return balanced_layers([1.0] * config.layers, stages)
@@ -32,10 +32,10 @@ def stage_layers(
 def measured_costs(
     config: GPTConfig, group: Group, *, rounds: int = 3, device: str = "cpu"
 ) -> tuple[float, float, float]:
-    """Seconds, forward and backward, of a block, the embedding, and output with loss, for one
-    sequence.
+    """Return the seconds, forward and backward, of a block, the embedding, and output with loss,
+    for one sequence.
 
-    Rank 0 measures; the quickest of so many rounds counts. Cost: a broadcast of 24 bytes, counted
+    Rank 0 measures; the fastest of `rounds` rounds counts. Cost: a broadcast of 24 bytes, counted
     under `control`.
     """
     seconds = np.zeros(3)
@@ -50,7 +50,7 @@ def measured_costs(
 
 
 def _time_parts(config: GPTConfig, device: str) -> list[float]:
-    """Seconds of a block, the embedding, the output and loss."""
+    """Return the seconds of a block, the embedding, the output and loss."""
     model = GPT(config)
     model.initialize(0, device=device)
     bits = random_bits("stages", 0, range(config.context)) % np.uint64(config.vocabulary)

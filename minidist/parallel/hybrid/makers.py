@@ -1,7 +1,7 @@
-"""Makes what a plan names beside its strategy: its precision and model, the place of its state, and
-what chooses the activations to keep.
+"""The makers of the further parts of a plan: its precision and model, the place of its state, and
+the objects that keep or choose activations.
 
-Each function imports a chapter's module where the plan asks for it, so a process loads only the
+Each function imports a chapter's module when the plan needs it, so a process loads only the
 chapters that it trains by.
 """
 
@@ -62,7 +62,8 @@ def make_store(
 def make_keeper(
     plan: "Plan", mesh: "Mesh", store: ShardStore, *, recorder: Recorder
 ) -> "InputKeeper | None":
-    """Return what keeps the inputs of checkpointed blocks; None: blocks keep them themselves."""
+    """Return the object that keeps the inputs of checkpointed blocks; None: blocks keep them
+    themselves."""
     if not plan.ways:
         return None
     from minidist.parallel.memory.kept_inputs import InputKeeper
@@ -79,8 +80,9 @@ def make_budget(
     keeper: "InputKeeper | None",
     pipeline: "StageModel | None",
 ) -> "ActivationBudget | None":
-    """Return what chooses the blocks to compute again; None where the plan names them. Args:
-    pipeline: the strategy's."""
+    """Return the object that chooses the blocks to compute again; None if the plan names them.
+    Args: pipeline: the strategy's.
+    """
     if plan.activation_memory is None:
         return None
     from minidist.parallel.memory.activation_budget import ActivationBudget, Stage

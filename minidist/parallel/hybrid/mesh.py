@@ -3,16 +3,16 @@
 Two data ranks of two tensor ranks each, dp=2, tp=2 (the last axis is innermost: its ranks are
 neighbours):
 
-              tp=0   tp=1
-        dp=0   r0     r1      mesh["tp"] on r0: ranks 0, 1
-        dp=1   r2     r3      mesh["dp"] on r0: ranks 0, 2
+          tp=0   tp=1
+    dp=0   r0     r1      mesh["tp"] on r0: ranks 0, 1
+    dp=1   r2     r3      mesh["dp"] on r0: ranks 0, 2
 
-Neighbours should share a node, and a launcher may deal ranks to nodes in turn. So the ranks are
-numbered anew first (`placed`), here for nodes of r0, r2 and of r1, r3:
+Neighbours should share a node, but a launcher may distribute ranks over nodes in turn. So the ranks
+are numbered anew first (`placed`), here for nodes of r0, r2 and of r1, r3:
 
-              tp=0   tp=1
-        dp=0   r0     r2      node 0: no message along tp leaves it
-        dp=1   r1     r3      node 1
+          tp=0   tp=1
+    dp=0   r0     r2      node 0: no message along tp leaves it
+    dp=1   r1     r3      node 1
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ from minidist.parallel.hybrid.plan_checks import AXES, ORDER, axis_order
 def placed(
     world: Group, shape: Mapping[str, int], order: str = ORDER, placement: str = "node"
 ) -> Group:
-    """The ranks of `world`, renumbered so that a mesh in row-major order over AXES lies on the
-    nodes as planned.
+    """Return the ranks of `world`, renumbered so that a mesh in row-major order over AXES lies on
+    the nodes as planned.
 
     Args:    shape: {axis: size}; order: which axis is innermost: the last; placement: one of
              PLACEMENTS.
@@ -100,7 +100,8 @@ class Mesh:
         self._groups: dict[tuple[str, ...], Group] = {}
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Group:
-        """As above. Raises PlanError for a name that is no axis."""
+        """Return the group along one axis or several. Raises PlanError for a name that is no
+        axis."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         unknown = [name for name in names if name not in AXES]
         if unknown or not names or len(set(names)) < len(names):
@@ -120,19 +121,18 @@ class Mesh:
 
     @property
     def copies(self) -> Group:
-        """The ranks that share the dense weights: along dp, and along those of ep and cp that are
-        cut."""
+        """The ranks that share the dense weights: along dp, and along ep and cp if they have
+        several ranks."""
         return self._with("ep", "cp")
 
     @property
     def stage(self) -> Group:
-        """The ranks that have the same layers, or parts of them: all axes but pp."""
+        """The ranks that have the same layers, or parts of them: all axes except pp."""
         return self._with("ep", "cp", "tp")
 
     @property
     def experts(self) -> Group:
-        """The ranks that share the weights of some experts, where ep divides them: along dp and
-        cp."""
+        """The ranks that share the weights of some experts, if ep divides them: along dp and cp."""
         return self._with("cp")
 
     @property
@@ -142,7 +142,7 @@ class Mesh:
         return self._with("ep")
 
     def _with(self, *axes: str) -> Group:
-        """The group along dp and those of `axes` that are cut."""
+        """Return the group along dp and those of `axes` that have several ranks."""
         return self[("dp", *(axis for axis in axes if self.shape[axis] > 1))]
 
     def close(self, *, world: bool = False) -> None:

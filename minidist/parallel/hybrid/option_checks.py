@@ -1,6 +1,5 @@
-"""What options of chapters 11, 19 and 21 go with: a pipeline's, kept inputs, compression, local
-steps. The rest stands in plan_checks.py.
-"""
+"""Checks of options of chapters 11, 19 and 21: a pipeline's, kept inputs, compression, local steps.
+The other checks are in plan_checks.py."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,8 @@ OF_LOCAL_STEPS: dict[str, Any] = {
 
 
 def check_kept_inputs(plan: "Plan") -> None:
-    """Raise PlanError unless the plan says together how inputs of blocks are kept, and which blocks
-    keep theirs alone."""
+    """Raise PlanError unless the options that say how blocks keep their inputs, and which blocks
+    keep only their input, go together."""
     chosen(plan.checkpoint_blocks)  # check_model knows how many blocks there are
     ways = ways_of(plan.keep_activations)
     kept = f"plan keep_activations={plan.keep_activations}"
@@ -74,8 +73,8 @@ def check_kept_inputs(plan: "Plan") -> None:
 
 
 def budget_misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
-    """Why a model cannot be trained so, as plan_checks says it: the first steps are measured to
-    choose for all."""
+    """Yield why activation_memory cannot train a model, as plan_checks says it: the first steps are
+    measured, and their choice holds for all steps."""
     if plan.activation_memory is not None and config.mixture is not None:
         yield (
             "activation_memory with experts: how many tokens these get changes from step to "
@@ -85,7 +84,8 @@ def budget_misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]
 
 
 def check_compress(plan: "Plan") -> None:
-    """A scheme that there is, and gradients that are summed by one."""
+    """Raise PlanError unless the scheme exists, and gradients are summed in a way that takes a
+    scheme."""
     if plan.compress == "none":
         return
     try:
@@ -153,8 +153,8 @@ def check_local_steps(plan: "Plan") -> None:
 
 
 def check_change(plan: "Plan", other: "Plan") -> None:
-    """Check that a training can go on under a plan. Args: other: that plan. Raises: PlanError for
-    local steps."""
+    """Check that a training can continue under a plan. Args: other: that plan. Raises: PlanError
+    for local steps."""
     if plan.local_steps is not None or other.local_steps is not None:
         raise PlanError(
             "change_plan: with local steps each rank has weights and state of its own, and "
@@ -177,7 +177,7 @@ def _check_outer(plan: "Plan") -> None:
 
 
 def _check_company(plan: "Plan", given: list[str]) -> None:
-    """The rest of the plan."""
+    """Raise PlanError unless local steps go together with the rest of the plan."""
     local = f"plan local_steps={plan.local_steps}"
     if plan.composed:
         axis = next(axis for axis, size in plan.axes.items() if axis != "dp" and size > 1)
@@ -242,7 +242,7 @@ def check_pipeline(plan: "Plan") -> None:
 
 
 def layer_numbers(text: str) -> list[int] | None:
-    """ "1,2,1" as numbers; None if it is something else."""
+    """Return "1,2,1" as numbers; None for another text."""
     numbers = text.split(",")
     return (
         [*map(int, numbers)]
@@ -252,8 +252,8 @@ def layer_numbers(text: str) -> list[int] | None:
 
 
 def _check_updates(plan: "Plan") -> None:
-    """PipeDream updates each stage by itself, so it goes with replicas that have whole
-    gradients."""
+    """Raise PlanError unless the plan fits PipeDream, which updates each stage separately and so
+    needs replicas with whole gradients."""
     given = f"plan schedule={plan.schedule}"
     if plan.pp == 1:
         raise PlanError(
@@ -274,7 +274,7 @@ def _check_updates(plan: "Plan") -> None:
 
 
 def updating_misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
-    """Why PipeDream cannot train a model, as plan_checks says it."""
+    """Yield why PipeDream cannot train a model, as plan_checks says it."""
     if plan.updates_each_microbatch and config.tied:
         yield (
             f"schedule={plan.schedule} with a tied output: the first and the last rank would "

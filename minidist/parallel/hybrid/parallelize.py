@@ -1,11 +1,11 @@
-"""Divides a model as a plan says, and returns the strategy that trains this rank's part.
+"""The division of a model as a plan says; it returns the strategy that trains this rank's part.
 
-    parallelize      the whole of it: with the data axis only, or divided and then composed
-    divide           tensor, experts, context: what lies inside the layers
+    parallelize      everything: with the data axis only, or divided and then composed
+    divide           tensor, experts, context: the inside of the layers
     compose          the pipeline's stages, the weights, and the data axis around all of it
 
-Read it from the top: each call names the class of a chapter, and what a Trainer constructs is what
-the chapter shows. A chapter's module is imported where a plan asks for it, so a process loads only
+Read it from the top: each call names the class of a chapter; a Trainer constructs the same classes
+that the chapters show. A chapter's module is imported when a plan needs it, so a process loads only
 the chapters that it trains by.
 """
 
@@ -40,7 +40,7 @@ SAME = "same"
 
 
 def no_dropout(part: Part) -> None:
-    """The key of a model without dropout."""
+    """Return the key of a model without dropout: None."""
 
 
 def parallelize(
@@ -58,7 +58,7 @@ def parallelize(
     """Draw this rank's part of a GPT, and return the strategy that trains it.
 
     Args:    model: not yet drawn; it is divided in place. mesh: of the plan's axes. key: of rows,
-             for dropout. store: where ZeRO's chunks lie (default: on the device).
+             for dropout. store: the place of ZeRO's chunks (default: on the device).
     Raises:  PlanError for what does not fit the model; MismatchError if replicas do not start
              equal.
     """
@@ -166,7 +166,7 @@ def make_pipeline(
     device: str,
     **options: Any,
 ) -> "StageModel":
-    """Take this rank's stages of a model, and return what runs them."""
+    """Take this rank's stages of a model, and return the object that runs them."""
     from minidist.parallel.hybrid.hybrid_step import tokens_of
     from minidist.parallel.hybrid.layer_timing import stage_layers
     from minidist.parallel.hybrid.token_stages import TokenStages
@@ -220,7 +220,7 @@ def make_data_axis(
     """Return DDP or ZeRO, to train the replicas of a model or of a part of it.
 
     Args:    model: drawn; with ZeRO-3 not yet, and each rank draws only its chunks. group: the
-             ranks that share it. store: where ZeRO's chunks lie; options: further ones of the
+             ranks that share it. store: the place of ZeRO's chunks; options: further ones of the
              strategy.
     """
     options["algorithm"] = plan.algorithm
@@ -333,8 +333,8 @@ def replicate(
 
 
 def make_local_steps(model: GPT, group: Group, plan: "Plan", **options: Any) -> Strategy:
-    """Return the strategy of ranks that meet every few steps. Args: options: further ones of the
-    strategy."""
+    """Return the strategy of ranks that synchronize every few steps. Args: options: further ones of
+    the strategy."""
     from minidist.parallel.compress.outer import OUTERS
 
     given = {"lr": plan.outer_lr, "momentum": plan.outer_momentum}
@@ -360,7 +360,7 @@ def make_local_steps(model: GPT, group: Group, plan: "Plan", **options: Any) -> 
 
 
 def make_scheme(text: str) -> Scheme | None:
-    """Return the scheme of "NAME:option=value"; None for "none": arrays travel as they are."""
+    """Return the scheme of "NAME:option=value"; None for "none": arrays are sent as they are."""
     if text == "none":
         return None
     from minidist.parallel.compress.compress import scheme_of

@@ -1,18 +1,17 @@
-"""Chapter 17 · PipeDream in a plan: the step of pipelines that update after each microbatch, with
-replicas beside them.
+"""Chapter 17 · PipeDream in a plan: the step of replicated pipelines that update after each
+microbatch.
 
     rank             dp=0           dp=1        rows of microbatch b are divided between the two
-    stage 0       B0 sum update  B0 sum update        sum: the data axis adds up what one microbatch
-                                                      gave
-    stage 1       B0 sum update  B0 sum update
+    stage 0       B0 sum update  B0 sum update  sum: the data axis adds up the gradients of one
+    stage 1       B0 sum update  B0 sum update  microbatch
 
-A microbatch's loss is its mean over all ranks that divide its rows, and so the update is that of
-one pipeline (parallel/pipeline/pipedream.py), whose microbatches are the rows b of every replica.
-Tensor and context parallelism divide the layers and tokens of a stage, and add up what they share
-before each update, as in hybrid_step.py.
+A microbatch's loss is its mean over all ranks that divide its rows. So the update is that of one
+pipeline (parallel/pipeline/pipedream.py), whose microbatches are the rows b of every replica.
+Tensor and context parallelism divide the layers and tokens of a stage, and sum their shared
+gradients before each update, as in hybrid_step.py.
 
 Cost: hybrid_step.py's, but the data axis sends its gradients after each of the m microbatches: m
-times 2 (P-1) Ψ.
+      times 2 (P-1) Ψ.
 """
 
 from typing import Any
@@ -43,7 +42,7 @@ class HybridPipeDream(Hybrid):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> LateLoss:
-        """One update for each microbatch of a *global* batch, by its own mean loss; returns the
+        """Make one update for each microbatch of a *global* batch, by its own mean loss; return the
         mean of all losses.
 
         Raises:  PlanError for `clip` or `accumulate`.
@@ -65,7 +64,8 @@ class HybridPipeDream(Hybrid):
         return LateLoss(add_losses(self.loss_group, work.total / targets_in(batch), batch))
 
     def _microbatches(self, batch: Batch) -> tuple[list[Any], list[int]]:
-        """This rank's rows of each microbatch, and how many targets all ranks have of it."""
+        """Return this rank's rows of each microbatch, and the number of its targets on all
+        ranks."""
         pieces = self.plan.pieces
         of_all = rows_of_all(batch, self.row_group.size)
         tokens = batch[1].shape[1]

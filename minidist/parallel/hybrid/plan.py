@@ -1,5 +1,5 @@
-"""A plan: along which axes a job is cut, and how its gradients travel. What goes with what:
-plan_checks.py."""
+"""A plan: the axes along which a job is cut, and the way its gradients are sent. Rules for options
+together: plan_checks.py."""
 
 import math
 from dataclasses import dataclass, fields
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a job is cut. `Plan(dp=4)`, or `Plan.parse("dp=4")`.
+    """The way a job is cut. `Plan(dp=4)`, or `Plan.parse("dp=4")`.
 
     Attributes: dp, pp, ep, cp, tp: ranks along the axes data, pipeline, experts, context, tensor
     Raises:     PlanError for a size below 1, an unknown word, and for options that do not go
@@ -302,12 +302,12 @@ class Plan:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Ranks along each axis, outermost first."""
+        """The number of ranks along each axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The number of all ranks."""
         return math.prod(self.axes.values())
 
     @property
@@ -317,18 +317,18 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """Ranks that share the dense weights, and so their gradients and ZeRO's shards: along dp,
-        ep and cp."""
+        """The number of ranks that share the dense weights, and so their gradients and ZeRO's
+        shards: along dp, ep and cp."""
         return self.dp * self.ep * self.cp
 
     @property
     def workers(self) -> int:
-        """Ranks of the data axis that take a part of the batch."""
+        """The number of ranks of the data axis that take a part of the batch."""
         return self.dp - self.servers if self.strategy == "parameter-server" else self.dp
 
     @property
     def masters_of_servers(self) -> str | None:
-        """The dtype of servers' masters; None: servers update the weights that travel."""
+        """The dtype of servers' masters; None: servers update the weights that they send."""
         wide = (
             "float32" if self.strategy == "parameter-server" and self.precision == "bf16" else None
         )
@@ -336,7 +336,7 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline."""
+        """The number of stages of the pipeline."""
         return self.pp * stages_a_rank(self.schedule, self.stages_per_rank) if self.pp > 1 else 1
 
     @property
@@ -350,8 +350,10 @@ class Plan:
         return self.schedule in UPDATING
 
     def updates(self, sequences: int) -> int:
-        """Updates of a step: one, or one a microbatch with rows. Args: sequences: of the batch.
-        Returns: from 1."""
+        """Return the number of updates of a step: one, or one per microbatch with rows.
+
+        Args:    sequences: of the batch. Returns: from 1.
+        """
         return (
             min(self.pieces, -(-sequences // (self.dp * self.ep)))
             if self.updates_each_microbatch
@@ -360,7 +362,8 @@ class Plan:
 
     @property
     def boundaries(self) -> int:
-        """Boundaries between stages on two ranks: activations and gradients are sent over each."""
+        """The number of boundaries between stages on two ranks: activations and gradients are sent
+        over each."""
         return self.stages - 1 - self.v_shaped
 
     @property
@@ -370,12 +373,12 @@ class Plan:
 
     @property
     def pieces(self) -> int:
-        """Microbatches a pass."""
+        """The number of microbatches per pass."""
         return self.microbatches or (4 * self.pp if self.pp > 1 else 1)
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """The plan that a text says. Args: text: axis=size pairs joined by commas, as in
+        """Return the plan that a text says. Args: text: axis=size pairs joined by commas, as in
         "dp=4,tp=2".
 
         Returns: the Plan, whose other options are the defaults. Raises: PlanError for any other
@@ -400,7 +403,7 @@ class Plan:
         return cls(**sizes)
 
     def as_dict(self) -> dict[str, int | str | None]:
-        """Every field by name, for metrics.json. Returns: {field: its value}."""
+        """Return every field by name, for metrics.json. Returns: {field: its value}."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 

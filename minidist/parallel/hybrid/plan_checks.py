@@ -84,8 +84,9 @@ OTHER_AXES: dict[str, Any] = {
 
 
 def axis_order(order: str | Sequence[str]) -> tuple[str, ...]:
-    """All axes, the innermost last: those that `order` ("tp,dp") does not name come first. Raises:
-    PlanError."""
+    """Return all axes, the innermost last; axes that `order` ("tp,dp") does not name are first.
+    Raises: PlanError.
+    """
     given = order.split(",") if isinstance(order, str) else list(order)
     if set(given) - set(AXES) or len(set(given)) < len(given):
         raise PlanError(
@@ -95,8 +96,8 @@ def axis_order(order: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def data_alone(plan: "Plan", ranks: int | None = None, **options: Any) -> tuple["Plan", str] | None:
-    """The plan with all its ranks (or so many) on the data axis, and in words; None if there is no
-    such plan."""
+    """Return the plan with all its ranks (or `ranks`) on the data axis, and a text of it; None if
+    there is no such plan."""
     dropped = {option: none for option, none in OTHER_AXES.items() if getattr(plan, option) != none}
     axes = {**dict.fromkeys(AXES, 1), "dp": ranks or plan.size}
     other = _changed(plan, **{**axes, **dropped, **options})
@@ -104,7 +105,7 @@ def data_alone(plan: "Plan", ranks: int | None = None, **options: Any) -> tuple[
 
 
 def _changed(plan: "Plan", **options: Any) -> tuple["Plan", str] | None:
-    """The plan with other options, and its axes in words; None if there is no such plan."""
+    """Return the plan with other options, and a text of its axes; None if there is no such plan."""
     try:
         other = replace(plan, **options)
     except PlanError:
@@ -113,7 +114,8 @@ def _changed(plan: "Plan", **options: Any) -> tuple["Plan", str] | None:
 
 
 def savings(plan: "Plan") -> str:
-    """Ways to take less of the device's memory that the plan does not use yet, for errors."""
+    """Return, for errors, ways to use less of the device's memory that the plan does not use
+    yet."""
     ways = ["take fewer sequences at once (accumulate)"]
     if plan.checkpoint_blocks != ALL and plan.activation_memory is None:
         ways.append("keep less of them (checkpoint_blocks)")
@@ -125,7 +127,7 @@ def savings(plan: "Plan") -> str:
 
 
 def words(axes: Mapping[str, int]) -> str:
-    """Axes as the command line has them, without those of one rank: "dp=2,tp=4"."""
+    """Return axes as the command line has them, without axes of one rank: "dp=2,tp=4"."""
     return ",".join(f"{axis}={axes[axis]}" for axis in AXES if axes.get(axis, 1) > 1) or "dp=1"
 
 
@@ -186,14 +188,14 @@ NEEDS = {
 
 
 @cache
-def _options_with_needs(plan: type["Plan"]) -> list[tuple[str, Field[Any], str]]:
+def _options_with_needs(plan: Any) -> list[tuple[str, Field[Any], str]]:
     return [
         (name, each, about.needs) for name, (each, about) in options_of(plan).items() if about.needs
     ]
 
 
 def check(plan: "Plan") -> None:
-    """Raise PlanError unless the plan's fields go together, whatever the model."""
+    """Raise PlanError unless the plan's fields go together for every model."""
     for axis, size in plan.axes.items():
         if not isinstance(size, int) or size < 1:
             raise PlanError(
@@ -231,7 +233,7 @@ def check(plan: "Plan") -> None:
 
 
 def _check_zero(plan: "Plan") -> None:
-    """The stage, and how many ranks share a copy."""
+    """Raise PlanError unless the ZeRO stage and the number of ranks that share a copy fit."""
     if plan.zero not in ZERO_STAGES:
         raise PlanError(
             f"plan zero={plan.zero!r}: choose a stage of {', '.join(map(str, ZERO_STAGES))}"
@@ -249,7 +251,7 @@ def _check_zero(plan: "Plan") -> None:
 
 
 def _check_algorithm(plan: "Plan") -> None:
-    """One that each collective of the data axis takes."""
+    """Raise PlanError unless each collective of the data axis has the algorithm."""
     verbs = ["reduce_scatter", "all_gather"] if plan.zero else ["all_reduce"]
     if plan.shard is not None and plan.shard < plan.copies:
         verbs.append("all_reduce")
@@ -287,7 +289,8 @@ def _check_offload(plan: "Plan") -> None:
 
 
 def _check_strategy(plan: "Plan") -> None:
-    """The conditions of the other strategies than DDP and ZeRO, and the options of those alone."""
+    """Raise PlanError unless the plan fits a strategy other than DDP and ZeRO, and has no option
+    that only another strategy uses."""
     others = (plan.zero, plan.precision, plan.offload, plan.device_memory)
     served = (
         plan.strategy == "parameter-server" and not plan.asynchronous and plan.precision == "bf16"
@@ -336,8 +339,8 @@ def _check_strategy(plan: "Plan") -> None:
 
 
 def check_model(plan: "Plan", config: GPTConfig) -> None:
-    """Check that a model can be cut so. Args: config: the model. Raises: PlanError with a plan or
-    model that fits."""
+    """Check that the plan can cut a model. Args: config: the model. Raises: PlanError with a plan
+    or model that fits."""
     chosen(plan.checkpoint_blocks, config.layers)
     for wrong, remedy in _misfits(plan, config):
         other = data_alone(plan)
@@ -346,7 +349,7 @@ def check_model(plan: "Plan", config: GPTConfig) -> None:
 
 
 def check_ranks(plan: "Plan", ranks: int, config: GPTConfig | None = None) -> None:
-    """Check that the plan is for so many ranks. Raises: PlanError: it names plans that are.
+    """Check that the plan is for this number of ranks. Raises: PlanError that names plans that are.
 
     Args:    ranks: of the job. config: the model, if given: the plans that the error names can cut
              it.
@@ -376,8 +379,8 @@ def _or(other: tuple["Plan", str] | None) -> str:
 
 
 def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
-    """Why a model of this shape cannot be cut so: (what does not fit, what would help beside
-    another plan)."""
+    """Yield why the plan cannot cut a model of this shape: (what does not fit, what would help,
+    next to another plan)."""
     yield from _misfits_of_experts(plan, config)
     yield from budget_misfits(plan, config)
     yield from updating_misfits(plan, config)
@@ -414,7 +417,7 @@ def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
 
 
 def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
-    """The conditions of a mixture of experts, and of ranks that divide it."""
+    """Yield, as _misfits, the misfits of a mixture of experts, and of ranks that divide it."""
     mixture = config.mixture
     if mixture is None:
         if plan.ep > 1:

@@ -1,8 +1,8 @@
 """Chapter 17 · Stages of a model whose tokens context and sequence parallelism divide.
 
 A stage is given the ids and targets of whole sequences, works on this rank's tokens, and sends the
-activations of those that it carries: with sequence parallelism a part of them. With tp only it is
-chapter 11's.
+activations of the tokens that it carries: with sequence parallelism a part of them. With tp only it
+is chapter 11's.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,8 @@ class TokenStages(Stages):
         self.carried = carried
 
     def between(self, rows: int, length: int) -> tuple[int, int, int]:
-        """As Stages.between, of the carried tokens."""
+        """Return the shape of an activation sent between stages, as Stages.between, for the carried
+        tokens."""
         return super().between(rows, len(np.arange(length)[self.carried(length)]))
 
     def forward(
@@ -51,7 +52,7 @@ class TokenStages(Stages):
         divisor: float | None = None,
         key: DropoutKey | None = None,
     ) -> Tensor:
-        """As Stages.forward; ids, targets and key are of all tokens."""
+        """Compute a stage's forward, as Stages.forward; ids, targets and key are of all tokens."""
         return super().forward(
             stage,
             x if isinstance(x, Tensor) else pick(x, self.tokens, TOKENS),

@@ -36,31 +36,31 @@ from minidist.parallel.step.recorder import Recorder, Silent
 
 
 class StageWork(Protocol):
-    """What the stages of one rank compute."""
+    """The computations of the stages of one rank."""
 
     def skips(self, microbatch: int) -> bool:
-        """Whether a microbatch has nothing to compute on any rank; then its instructions are left
-        out."""
+        """Return whether a microbatch has nothing to compute on any rank; then its instructions are
+        left out."""
 
     def room(self, receive: Instruction) -> Array | None:
-        """The array that takes the message of a receive; None: a new one."""
+        """Return the array that takes the message of a receive; None: a new one."""
 
     def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
-        """From the activation of the previous stage (None on the first) to that of this one (None
-        on the last)."""
+        """Return the activation of this stage (None on the last), from that of the previous stage
+        (None on the first)."""
 
     def backward(
         self, stage: int, microbatch: int, dy: Array | None, *, whole: bool
     ) -> Array | None:
-        """From the gradient of the stage's output to that of its input; if `whole`, the weights'
-        gradients too."""
+        """Return the gradient of the stage's input, from that of its output; if `whole`, compute
+        the weights' gradients too."""
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
-        """The gradients of weights that an earlier backward deferred."""
+        """Compute the gradients of weights that an earlier backward deferred."""
 
 
 class Executor:
-    """Runs a rank's list.
+    """The machine that runs a rank's list of instructions.
 
     Raises:  ScheduleError if the schedule is for another number of ranks than `group` has, or not
              checked.
@@ -88,8 +88,8 @@ class Executor:
         self._leaving: list[Pending] = []
 
     def run(self, work: StageWork, *, backwards: bool = True) -> None:
-        """Run the list once, until all is computed and sent; to evaluate, without backwards and
-        their messages."""
+        """Run the list once, until all is computed and sent; backwards=False (to evaluate): without
+        backwards and their messages."""
         instructions = [
             instruction
             for instruction in self.schedule.lists[self.group.rank]
@@ -150,7 +150,7 @@ class Executor:
             self._leaving.remove(pending)
 
     def _start_receives(self, work: StageWork, following: Sequence[Instruction]) -> None:
-        """Start the receives that come before the next compute."""
+        """Start the receives that stand before the next compute."""
         for instruction in takewhile(lambda other: not isinstance(other, COMPUTES), following):
             if isinstance(instruction, RECEIVES):
                 source = self.schedule.rank_of(sent_as(instruction).stage)

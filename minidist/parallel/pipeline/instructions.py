@@ -1,8 +1,10 @@
-"""Chapter 11 · Instructions: what a rank of a pipeline can be told to do. A schedule is a list of
+"""Chapter 11 · Instructions: the steps that a rank of a pipeline can run. A schedule is a list of
 them for each rank.
 
-rank 0   Forward(0, 0)  SendActivation(0, 0)  …  RecvGradient(0, 0)  Backward(0, 0)
-rank 1   RecvActivation(1, 0)  Forward(1, 0)  Backward(1, 0)  SendGradient(1, 0)  …         (stage, microbatch)
+    rank 0   Forward(0, 0)  SendActivation(0, 0)  …  RecvGradient(0, 0)  Backward(0, 0)
+    rank 1   RecvActivation(1, 0)  Forward(1, 0)  Backward(1, 0)  SendGradient(1, 0)  …
+
+The two numbers are (stage, microbatch).
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Instruction:
-    """One thing that a rank does for one microbatch on one of its stages."""
+    """One instruction of a rank for one microbatch on one of its stages."""
 
     stage: int
     microbatch: int
@@ -77,14 +79,14 @@ RECEIVES = (RecvActivation, RecvGradient)
 
 
 def sent_as(receive: Instruction) -> Instruction:
-    """The send that belongs to a receive."""
+    """Return the send that belongs to a receive."""
     if isinstance(receive, RecvActivation):
         return SendActivation(receive.stage - 1, receive.microbatch)
     return SendGradient(receive.stage + 1, receive.microbatch)
 
 
 def received_as(send: Instruction) -> Instruction:
-    """The receive that belongs to a send."""
+    """Return the receive that belongs to a send."""
     if isinstance(send, SendActivation):
         return RecvActivation(send.stage + 1, send.microbatch)
     return RecvGradient(send.stage - 1, send.microbatch)
@@ -96,11 +98,11 @@ class Schedule:
     (v_shaped).
 
     Attributes: lists: in rank order, each in the order in which the rank runs it.
-                chunks: stages a rank (v).
+                chunks: stages per rank (v).
                 checked: whether schedule_checker.check has proved it; make_schedule returns checked
                 schedules.
-                v_shaped: of 2p stages rank r has r and 2p-1-r: the first and the last stage are on
-                one rank.
+                v_shaped: rank r has the stages r and 2p-1-r of 2p: the first and the last stage are
+                on one rank.
                 updates: each backward ends in an update of its stage (PipeDream); else one update
                 ends the step.
     """
@@ -121,32 +123,32 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Stages of all ranks together."""
+        """The number of stages of all ranks together."""
         return self.ranks * self.chunks
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has this stage."""
+        """Return the rank that has this stage."""
         chunk, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.v_shaped and chunk % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank has, in order: its chunks 0, 1, …"""
+        """Return the stages that a rank has, in order: its chunks 0, 1, …"""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def leaves(self, stage: int, other: int) -> bool:
-        """Whether what goes from a stage to another is a message: there is such a stage, and on
-        another rank."""
+        """Return whether the result of a stage for another stage is a message: the other stage
+        exists, and is on another rank."""
         return 0 <= other < self.stages and self.rank_of(stage) != self.rank_of(other)
 
     def computes(self, rank: int) -> list[Instruction]:
-        """A rank's list without its messages."""
+        """Return a rank's list without its messages."""
         return [
             instruction for instruction in self.lists[rank] if isinstance(instruction, COMPUTES)
         ]
 
     def held(self, rank: int) -> int:
-        """The most microbatches that are on a rank's stages at once: forward done, and not the
-        whole backward."""
+        """Return the most microbatches that are on a rank's stages at once: forward done, and not
+        the whole backward."""
         now = most = 0
         for instruction in self.computes(rank):
             now += isinstance(instruction, Forward) - isinstance(

@@ -1,7 +1,7 @@
 """Chapter 10 · Model parallel: the layers over the ranks, batch after batch, and its idle time.
 
 The idea. The model does not fit on one device, so each rank holds some neighbouring layers. A batch
-goes through the layers of rank 0, then of rank 1, and so on; its gradients come back the same way.
+goes through the layers of rank 0, then of rank 1, and so on; its gradients go back the same way.
 One rank works, the others wait:
 
     rank 0   F .. .. .. .. .. B B | F .. ..           activations  (B, T, width)  ---> next rank
@@ -10,16 +10,16 @@ One rank works, the others wait:
 
 What each rank holds, Ψ parameters on p ranks:
 
-    parameters, gradients, optimizer     Ψ/p each, if layers are alike
+    parameters, gradients, optimizer     Ψ/p each, if layers have equal sizes
     activations                          of its own layers, for the whole batch
 
-Cost, a step, over all ranks, B sequences of T tokens:
+Cost, per step, over all ranks, B sequences of T tokens:
 
-    send         2 × B × T × width elements a boundary; p - 1 boundaries
+    send         2 × B × T × width elements per boundary; p - 1 boundaries
     all_reduce   with a tied output and p > 1: one, of the token table, between the two ends
-    control      one float64 a rank for the loss; with clipping, one for the norm
-    idle         (p-1)/p of the ranks' time, however layers are divided: the step takes as long as
-                 on one rank
+    control      one float64 per rank for the loss; with clipping, one for the norm
+    idle         (p-1)/p of the ranks' time, for any division of the layers: the step takes as long
+                 as on one rank
 
 Of the two problems in the notes, communication (N0:227) is small, because only activations are
 sent. Waiting (N0:228) is the reason why the pipeline (chapter 11) also cuts the batch.
@@ -60,10 +60,10 @@ def plain_model_parallel(
         group.send(x.grad, dst=group.rank - 1)
 
 
-# `ModelParallel` below makes each rank's layers out of a GPT and trains them. What a stage computes
-# it shares with the pipeline (stages.py): a tied output, whose token table lies at both ends (one
+# `ModelParallel` below makes each rank's layers out of a GPT and trains them. It shares the code of
+# a stage with the pipeline (stages.py): a tied output, whose token table is at both ends (one
 # all-reduce of its gradient), clipping by the norm of all ranks' gradients, and a boundary that
-# keeps the shape of what was sent instead of the numbers. A Trainer takes it for schedule="naive".
+# keeps only the shape of a sent array, not the numbers. A Trainer uses it for schedule="naive".
 
 
 class ModelParallel(StageModel):
@@ -73,7 +73,7 @@ class ModelParallel(StageModel):
     loss = strategy.step(batch, AdamW(strategy.parameters, lr))
 
     Args:    as StageModel; schedule: the naive one: its microbatches go forward and back one after
-             another (default: one, all rows).
+             another (default: one microbatch with all rows).
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class ModelParallel(StageModel):
         super().__init__(model, group, seed=seed, **options)
 
     def run(self, part: Part, *, divisor: int, last: bool = True) -> float:
-        """As Strategy's; the last rank has all of the loss, but for balance losses of mixtures."""
+        """Run some rows forward and backward, as Strategy.run; the last rank returns all of the
+        loss except balance losses of mixtures."""
         work = StagePass(self, micro_parts(part, self.microbatches), divisor)
         for number in range(len(work.parts)):
             if not work.skips(number):
@@ -100,7 +101,7 @@ class ModelParallel(StageModel):
         return work.total
 
     def evaluate(self, part: Part, *, divisor: int) -> float:
-        """As StageModel.evaluate."""
+        """Return the loss without gradients, as StageModel.evaluate."""
         work = StagePass(self, micro_parts(part, self.microbatches), divisor)
         with self.model.evaluating(), no_grad():
             for number in range(len(work.parts)):
@@ -109,7 +110,8 @@ class ModelParallel(StageModel):
         return work.total
 
     def forward(self, work: StagePass, number: int) -> None:
-        """Take the previous rank's activation of a microbatch; send this rank's on."""
+        """Receive the previous rank's activation of a microbatch, compute this rank's and send it
+        to the next rank."""
         rank = self.group.rank
         x = None
         if not self.first:
@@ -121,7 +123,7 @@ class ModelParallel(StageModel):
             self.group.send(y, dst=rank + 1)
 
     def backward(self, work: StagePass, number: int) -> None:
-        """Add this rank's gradients of a microbatch; send that of its input to the previous
+        """Add this rank's gradients of a microbatch; send the gradient of its input to the previous
         rank."""
         rank = self.group.rank
         dy = None

@@ -1,10 +1,10 @@
 """Chapter 11 · PipeDream: a pipeline whose stages update after each microbatch, without waiting for
 the others.
 
-It has no bubble but the first and the last. Each microbatch makes an update of its own on each
-stage, while other microbatches are on their way. The backward of a microbatch must then see the
-same weights as its forward, so a stage that changes its weights keeps the old ones for the
-microbatches on their way (weight stashing):
+It has no bubble except at the begin and the end. Each microbatch makes an update of its own on each
+stage, while other microbatches are in progress. The backward of a microbatch must then see the same
+weights as its forward, so a stage that changes its weights keeps the old ones for the microbatches
+in progress (weight stashing):
 
     stage 0   F0 F1 F2 B0 update F3 B1 update …   F3 sees the update of B0 only: p - 1 - stage
                                                   updates late
@@ -17,7 +17,7 @@ Several replicas (chapter 17, parallel/hybrid/pipedream_step.py) divide the rows
 and sum its gradients before each update.
 
 Cost: the messages of the pipeline (pipeline.py) without those of clipping, and p - 1 - stage copies
-of the stage's weights.
+      of the stage's weights.
 
 notes:   N1 §2.3 (names PipeDream)
 Source:  Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training".
@@ -41,7 +41,7 @@ from minidist.parallel.step.step import Batch, Part, micro_parts
 
 
 def check_pipedream(config: GPTConfig, schedule: Schedule) -> None:
-    """Raise PlanError for what cannot be updated stage by stage."""
+    """Raise PlanError for a model or schedule that cannot be updated stage by stage."""
     if config.tied and schedule.ranks > 1:
         raise PlanError(
             "PipeDream: a tied output has its table on the first and the last rank, which would "
@@ -71,11 +71,11 @@ def refuse_clipping(clip: float | None, accumulate: int) -> None:
 class PipeDream(Pipeline):
     """A pipeline whose microbatches each make an update, without waiting for the others.
 
-    Args:    as Pipeline; the schedule has one stage a rank and whole backwards (pipedream, or 1f1b,
-             which is the same order; naive is serial).
+    Args:    as Pipeline; the schedule has one stage per rank and whole backwards (pipedream, or
+             1f1b, which is the same order; naive is serial).
     Attributes: updates: of the last step: (microbatch, version of the weights that it used), in the
-    order in which this
-                rank made them; version n is the weights after n updates of that step.
+                order in which this rank made them; version n is the weights after n updates of that
+                step.
     Raises:  PlanError for a tied output, whose two ends would wait for each other, and for balance
              losses.
     """
@@ -96,7 +96,7 @@ class PipeDream(Pipeline):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> LateLoss:
-        """One update for each microbatch of a *global* batch, by its own mean loss; returns the
+        """Make one update for each microbatch of a *global* batch, by its own mean loss; return the
         mean of all losses.
 
         Raises:  PlanError for `clip` or `accumulate`.
@@ -140,23 +140,24 @@ class StashingPass(StagePass):
         self.recorder = pipeline.recorder
         self.version = 0
         self.updates = list[tuple[int, int]]()
-        self._used: dict[int, int] = {}  # microbatch on its way -> version that its forward used
+        self._used: dict[int, int] = {}  # microbatch in progress -> version that its forward used
         self._stash: dict[int, list[Array]] = {}  # version -> weights
 
     def skips(self, microbatch: int) -> bool:
-        """Without a row on any rank; where others have one, this rank sums gradients with them."""
+        """Return whether no rank has a row of the microbatch. If some have one, this rank sums
+        gradients with them."""
         return not self.sizes[microbatch]
 
     def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
-        """With the newest weights."""
+        """Compute forward with the newest weights."""
         self._used[microbatch] = self.version
         return super().forward(stage, microbatch, x)
 
     def backward(
         self, stage: int, microbatch: int, dy: Array | None, *, whole: bool
     ) -> Array | None:
-        """With the weights of the forward, from the mean of the microbatch's losses; then update
-        the newest weights."""
+        """Compute backward with the weights of the forward, from the mean of the microbatch's
+        losses; then update the newest weights."""
         used = self._used.pop(microbatch)
         newest = [weight.data for weight in self.weights]
         if dy is None:
@@ -175,7 +176,7 @@ class StashingPass(StagePass):
             weight.place(array)
 
     def _update(self, microbatch: int, used: int) -> None:
-        """Update in place; first copy the weights if a microbatch on its way has used them."""
+        """Update in place; first copy the weights if a microbatch in progress has used them."""
         if self.version in self._used.values():
             self._stash[self.version] = [
                 account.current().hold(weight.data.copy(), "parameters") for weight in self.weights

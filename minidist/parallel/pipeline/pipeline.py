@@ -2,41 +2,41 @@
 them.
 
 The idea. Each rank holds one stage of the model, some neighbouring layers. The batch is cut into
-microbatches. When stage 0 has computed the first one, it sends the activations on and takes the
-second, so all stages work at the same time. Gradients come back the same way. The order of the work
-is a schedule (schedules.py): lists of instructions, which are proved (schedule_checker.py) and then
-run (executor.py). This module computes what the instructions ask.
+microbatches. When stage 0 has computed the first one, it sends the activations to the next stage
+and takes the second, so all stages work at the same time. Gradients go back the same way. The order
+of the work is a schedule (schedules.py): lists of instructions, which are proved
+(schedule_checker.py) and then run (executor.py). This module computes what the instructions ask.
 
     rank 0   embed, blocks 0-1     x ---> F0 F1 F2 .. .. .. .. B0 B0     activations  (B/m, T, width) ---> next stage
     rank 1   blocks 2-3                   .. F0 F1 .. .. B0 B0 F2 …      gradients    the same shape  <--- next stage
     rank 2   blocks 4-5, norm, output     .. .. F0 B0 B0 F1 B1 B1 …      loss over all targets of the batch
 
-What each rank holds, Ψ parameters and L layers in S = v·p stages, v stages a rank:
+What each rank holds, Ψ parameters and L layers in S = v·p stages, v stages per rank:
 
-    parameters, gradients, optimizer   of the rank's own layers: Ψ/p, if layers are alike
+    parameters, gradients, optimizer   of the rank's own layers: Ψ/p, if layers have equal sizes
     activations                        of its own layers, for as many microbatches as the schedule
                                        holds at once, without the stage's output: backward needs
                                        only its shape
     tied output                        the token table at both ends, with the same gradient
 
-Cost, a step, over all ranks, B sequences of T tokens:
+Cost, per step, over all ranks, B sequences of T tokens:
 
-    send          2 × B × T × width elements a boundary between stages on two ranks; S - 1
+    send          2 × B × T × width elements per boundary between stages on two ranks; S - 1
                   boundaries if p > 1
     all_reduce    with a tied output and p > 1: one, of the token table, between the two ends
-    control       one float64 a rank for the loss; with clipping, one for the norm
+    control       one float64 per rank for the loss; with clipping, one for the norm
 
-The loss of a microbatch is the sum of its token losses over the targets of the *whole* batch, so
-microbatches and passes add up to the mean however many rows they have. Every rank leaves out a
+The loss of a microbatch is the sum of its token losses, divided by the targets of the *whole*
+batch, so microbatches and passes of any number of rows add up to the mean. Every rank leaves out a
 microbatch without rows.
 
 The notes' steps (N0, "Pipeline Parallelism"):
 
-    1  a big batch is cut into small ones.          2  GPU 0 hands the first on as soon as it is
-                                                    done;
-    3  and goes on with the second at once.         4  so all work at the same time, without
-       waiting. Nearly: in the bubble, at the beginning and at the end, they still wait (N0's own
-       second problem).
+    1  A big batch is cut into small ones.
+    2  GPU 0 passes the first one on as soon as it is done,
+    3  and continues with the second at once.
+    4  So all work at the same time, without waiting. Nearly: in the bubble, at the beginning and at
+       the end, they still wait (N0's own second problem).
 
 notes:   N0 Pipeline Parallelism; N1 §2.3; N2 流水线并行
 Source:  Huang et al. 2019; Narayanan et al. 2021; Qi et al. 2023.
@@ -76,10 +76,10 @@ def plain_gpipe(
             group.send(x.grad, dst=group.rank - 1)
 
 
-# `Pipeline` below carries out any schedule: the order is a list (schedules.py), checked before it
-# runs, instead of these two loops. So backwards can come early (1F1B holds fewer activations), a
-# rank can have several stages, and backward can be cut in two (zero bubble). Sends and receives are
-# started early and travel while ranks compute.
+# `Pipeline` below runs any schedule: the order is a list (schedules.py), checked before it runs,
+# instead of these two loops. So backwards can run early (1F1B holds fewer activations), a rank can
+# have several stages, and backward can be cut in two (zero bubble). Sends and receives are started
+# early and run while ranks compute.
 
 
 class Pipeline(StageModel):
@@ -109,11 +109,11 @@ class Pipeline(StageModel):
         super().__init__(model, group, seed=seed, stages=schedule.stages, **options)
 
     def own_stages(self, rank: int) -> Sequence[int]:
-        """As the schedule places them."""
+        """Return the stages of a rank, as the schedule places them."""
         return self.schedule.stages_of(rank)
 
     def order(self) -> list[tuple[int, bool]]:
-        """As StageModel.order, of the schedule."""
+        """Return the schedule's order of this rank's computes, as StageModel.order."""
         return [
             (each.stage // self.group.size, isinstance(each, Forward))
             for each in self.schedule.computes(self.group.rank)
@@ -121,10 +121,10 @@ class Pipeline(StageModel):
         ]
 
     def run(self, part: Part, *, divisor: int, last: bool = True) -> float:
-        """Run the schedule once on rows of the global batch; adds gradients, returns this rank's
+        """Run the schedule once on rows of the global batch; add gradients, return this rank's
         share of the loss.
 
-        With mixtures each rank has a share, of its balance losses; else the rank of the last stage
+        With mixtures each rank's share holds its balance losses; else the rank of the last stage
         has all. `last` is not used: finish_step sums.
         """
         work = StagePass(self, micro_parts(part, self.schedule.microbatches), divisor)
@@ -132,8 +132,8 @@ class Pipeline(StageModel):
         return work.total
 
     def evaluate(self, part: Part, *, divisor: int) -> float:
-        """This rank's share of the loss, as `run`, but without gradients and dropout, for half the
-        messages."""
+        """Return this rank's share of the loss, as `run`, but without gradients and dropout, for
+        half the messages."""
         work = StagePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         with self.model.evaluating(), no_grad():
             self.executor.run(work, backwards=False)

@@ -1,18 +1,17 @@
-"""Chapter 11 · The checker: what can be known of a pipeline schedule without running it.
+"""Chapter 11 · The checker: the properties of a pipeline schedule that can be proved without
+running it.
 
     schedule = make_schedule("1f1b", ranks=4, microbatches=8)
-    check(schedule)                                     # raises ScheduleError unless the schedule
-                                                        is right and ends
+    check(schedule)                    # raises ScheduleError unless the schedule is right and ends
     clock = clock_of(schedule, Times(forward=1.0, backward=2.0))
-    clock.length, clock.bubble                          # 33.0, 3/11
-    peak_held(schedule)                                 # [4, 3, 2, 1] microbatches
-    check_spans(clock.spans)                            # also for spans of a drawn chart, or of a
-                                                        measured timeline
+    clock.length, clock.bubble         # 33.0, 3/11
+    peak_held(schedule)                # [4, 3, 2, 1] microbatches
+    check_spans(clock.spans)           # also for spans of a drawn chart, or of a measured timeline
 
 A schedule is right if each microbatch goes once forward and once backward through every stage, and
 nothing is used before it has arrived. It ends if no ranks wait for each other. Sends never wait, so
-one play of the lists decides that (clock_of): each rank goes on while it can, until all have ended
-or none can go on.
+one simulated run of the lists decides that (clock_of): each rank continues while it can, until all
+have ended or none can continue.
 """
 
 import itertools
@@ -41,7 +40,7 @@ from minidist.parallel.pipeline.instructions import (
 
 
 def check(schedule: Schedule) -> Schedule:
-    """Prove that a schedule computes the same as one process, and ends; returns it, marked as
+    """Prove that a schedule computes the same as one process, and ends; return it, marked as
     checked.
 
     Raises:  ScheduleError: an instruction of a foreign stage, missing or twice, before what it
@@ -60,7 +59,7 @@ def check(schedule: Schedule) -> Schedule:
 
 
 def needs(instruction: Instruction, schedule: Schedule) -> Iterator[Instruction]:
-    """The instructions that the same rank must run before `instruction`."""
+    """Return the instructions that the same rank must run before `instruction`."""
     stage = instruction.stage
     microbatch = instruction.microbatch
     if isinstance(instruction, SendActivation):
@@ -80,13 +79,14 @@ def needs(instruction: Instruction, schedule: Schedule) -> Iterator[Instruction]
 
 
 def _backward_of(stage: int, microbatch: int, schedule: Schedule) -> Instruction:
-    """The backward that computes the gradient of a stage's input: whole, or the first half."""
+    """Return the backward that computes the gradient of a stage's input: whole, or the first
+    half."""
     whole = Backward(stage, microbatch)
     return whole if whole in schedule.instructions else BackwardInput(stage, microbatch)
 
 
 def _computes_before(instruction: Instruction, last: int) -> Iterator[Instruction]:
-    """The computes, of any rank, whose results a compute needs; `last`: the last stage."""
+    """Return the computes, of any rank, whose results a compute needs; `last`: the last stage."""
     stage = instruction.stage
     microbatch = instruction.microbatch
     if isinstance(instruction, Forward) and stage > 0:
@@ -100,8 +100,8 @@ def _computes_before(instruction: Instruction, last: int) -> Iterator[Instructio
 
 
 def _check_list(schedule: Schedule, rank: int) -> None:
-    """Every instruction of a rank's list has an own stage, stands there once, and comes after what
-    it needs."""
+    """Check that each instruction of a rank's list has an own stage, is in the list once, and
+    follows the instructions it needs."""
     done: set[Instruction] = set()
     mine = schedule.lists[rank]
     for instruction in mine:
@@ -125,8 +125,8 @@ def _check_list(schedule: Schedule, rank: int) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Each microbatch goes forward and backward through each stage; backward is whole or in two
-    halves."""
+    """Check that each microbatch goes forward and backward through each stage; backward is whole or
+    in two halves."""
     lists = [set(instructions) for instructions in schedule.lists]
     for stage, microbatch in itertools.product(
         range(schedule.stages), range(schedule.microbatches)
@@ -142,7 +142,8 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_links(schedule: Schedule) -> None:
-    """Each rank receives exactly the messages that another rank sends it, in the same order."""
+    """Check that each rank receives exactly the messages that another rank sends it, in the same
+    order."""
     for source, target in itertools.product(range(schedule.ranks), repeat=2):
         sent = [
             received_as(i)
@@ -181,7 +182,7 @@ def _check_links(schedule: Schedule) -> None:
 
 @dataclass(frozen=True)
 class Times:
-    """How long instructions take on a microbatch and stage, in any unit.
+    """The times of instructions per microbatch and stage, in any unit.
 
     Attributes: message: from the send to its arrival; shares: factors of these times for each stage
     (default: 1).
@@ -195,7 +196,7 @@ class Times:
     shares: Sequence[float] | None = None
 
     def of(self, instruction: Instruction) -> float:
-        """The time of a compute."""
+        """Return the time of a compute."""
         whole = {
             Forward: self.forward,
             Backward: self.backward,
@@ -224,7 +225,7 @@ class Clock:
 
     @property
     def length(self) -> float:
-        """From the first start to the last stop."""
+        """The time from the first start to the last stop."""
         return max(span.stop for span in self.spans) - min(span.start for span in self.spans)
 
     @property
@@ -234,14 +235,14 @@ class Clock:
 
 
 def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
-    """The computes of all ranks in time, if each goes on as soon as it can. Raises ScheduleError in
-    a deadlock."""
+    """Return the computes of all ranks in time, if each continues as soon as it can. Raises
+    ScheduleError in a deadlock."""
     lasting = times or Times()
     spans = list[ComputeSpan]()
     arrives: dict[Instruction, float] = {}  # send -> when its message arrives
 
     def play(rank: int) -> Iterator[Instruction]:
-        """Run a rank's list; yields a receive whenever its message was not sent yet."""
+        """Run a rank's list; yield a receive whenever its message was not sent yet."""
         now = 0.0
         for instruction in schedule.lists[rank]:
             if isinstance(instruction, COMPUTES):
@@ -267,7 +268,8 @@ def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
 
 
 def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:
-    """Text: the ring of ranks that wait for each other, or the rank whose list has ended."""
+    """Return a text that names the ring of ranks that wait for each other, or the rank whose list
+    has ended."""
     path = list[int]()
     rank = min(at)
     while rank in at and rank not in path:
@@ -284,8 +286,8 @@ def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:
 
 
 def peak_held(schedule: Schedule) -> list[int]:
-    """For each rank the most microbatches, counted for each of its stages, that are between forward
-    and backward."""
+    """Return for each rank the most microbatches, counted for each of its stages, that are between
+    forward and backward."""
     return [schedule.held(rank) for rank in range(schedule.ranks)]
 
 
@@ -293,8 +295,8 @@ def peak_held(schedule: Schedule) -> list[int]:
 
 
 def broken(spans: Sequence[ComputeSpan]) -> list[tuple[ComputeSpan, ComputeSpan]]:
-    """The broken dependencies of spans from any source, in order of start: (the early span, the one
-    it needed)."""
+    """Return the broken dependencies of spans from any source, in order of start: (the early span,
+    the one it needed)."""
     by_instruction = {span.instruction: span for span in spans}
     last = max(span.instruction.stage for span in spans)
     pairs = []
@@ -308,8 +310,8 @@ def broken(spans: Sequence[ComputeSpan]) -> list[tuple[ComputeSpan, ComputeSpan]
 
 
 def check_spans(spans: Sequence[ComputeSpan]) -> None:
-    """Raises ScheduleError if a compute starts before one that it needs has stopped: names the
-    first, counts all."""
+    """Raise ScheduleError if a compute starts before one that it needs has stopped; the error names
+    the first, counts all."""
     pairs = broken(spans)
     if pairs:
         early, needed = pairs[0]
@@ -321,8 +323,8 @@ def check_spans(spans: Sequence[ComputeSpan]) -> None:
 
 
 def computes_of(timelines: Iterable[Any]) -> list[ComputeSpan]:
-    """The computes that ranks recorded (`observe.Timeline`s), to check and draw like those of a
-    clock."""
+    """Return the computes that ranks recorded (`observe.Timeline`s), to check and draw as those of
+    a clock."""
     kinds = {kind.word: kind for kind in COMPUTES}
     return [
         ComputeSpan(

@@ -1,4 +1,4 @@
-"""Chapter 11 · Pipeline schedules: what each rank does, in which order, as data.
+"""Chapter 11 · Pipeline schedules: the work of each rank, in order, as data.
 
 A model's layers are cut into stages and a batch into microbatches. A schedule is one list of
 instructions for each rank (instructions.py). The checker (schedule_checker.py) proves it without
@@ -13,8 +13,8 @@ microbatches, time to the right, `F2` a forward, `B2` a backward:
               .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..          as early as possible
               .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. .. ..
 
-Both take the same time. But what a forward keeps for its backward is held for all microbatches at
-once in GPipe, and in 1F1B for as many as there are stages from here to the last. The bubble is the
+Both take the same time. But GPipe holds the activations of all microbatches at once, and 1F1B only
+those of as many microbatches as there are stages from this stage to the last. The bubble is the
 share of idle time. For p ranks, m microbatches, equal stages, backward twice as long as forward:
 
     schedule       bubble              microbatches held     a rank's list
@@ -24,8 +24,8 @@ share of idle time. For p ranks, m microbatches, equal stages, backward twice as
     1F1B           (p-1)/(m+p-1)       min(m, p-stage)       p-1-stage F ahead, then F B F B …, then
                                                              the remaining B
     interleaved    (p-1)/(v·m+p-1)     more than 1F1B        v stages a rank, stage s on rank s mod
-                                                             p; if p divides m. Of its stages
-                                                             together min(2(p-1-r)+(v-1)p+1, v·m),
+                                                             p; if p divides m. Held by its stages
+                                                             together: min(2(p-1-r)+(v-1)p+1, v·m),
                                                              each of 1/v of the rank's layers
     ZB-H1          (p-1)/(3m+p-1)      at most min(m, p)     B is two: for the input, at once; for
                                                              the weights, deferred to what would be
@@ -42,16 +42,15 @@ V schedules give each rank two stages, there and back, so that the first stage a
 one rank:
 
     stages of   rank 0   rank 1   rank 2   rank 3
-    there            0        1        2        3        rank r has stages r and 2p-1-r: embedding
-                                                         and loss are both
-    back             7        6        5        4        on rank 0, and a tied table needs no
-                                                         message
+    there            0        1        2        3        rank r has stages r and 2p-1-r
+    back             7        6        5        4
 
-A backward begins on rank 0, where the forward ends. So every rank holds equally much: 2p
-activations of stages that have half of its layers, as much as rank 0 under 1F1B. ZB-V cuts every
-backward in two, and the weights' half fills the gaps. DualPipe-V cuts only those that fill a gap.
-In its middle a forward and a backward of different microbatches stand in pairs, for devices that
-can run the two at once. Fewer microbatches are possible, too.
+Embedding and loss are both on rank 0, so a tied table needs no message. A backward begins on rank
+0, where the forward ends. So every rank holds the same number of activations: 2p of stages with
+half of its layers, as much memory as rank 0 under 1F1B. ZB-V cuts every backward in two, and the
+weights' half fills the gaps. DualPipe-V cuts only the backwards that fill a gap. In its middle a
+forward and a backward of different microbatches stand in pairs, for devices that can run the two at
+once. Fewer microbatches are possible, too.
 
 Messages are instructions too. A send only starts: it never waits. A receive waits until its message
 has arrived. Messages from one rank to another arrive in the order in which they were sent, so they
@@ -60,7 +59,7 @@ are received in that order.
 notes:   N0 Pipeline Parallelism; N1 §2.3; N2 流水线并行, 调度策略
 Source:  Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (zero
          bubble); Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (ZB-V);
-         DeepSeek-AI 2024 (DualPipe, of which DualPipe-V is one half); Narayanan et al. 2019
+         DeepSeek-AI 2024 (DualPipe; DualPipe-V is one half of it); Narayanan et al. 2019
          (PipeDream).
 """
 
@@ -90,20 +89,21 @@ from minidist.parallel.pipeline.schedule_checker import check, needs
 
 
 def naive(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """Each microbatch through all stages and back before the next: chapter 10."""
+    """Yield each microbatch through all stages and back before the next: chapter 10."""
     for microbatch in range(microbatches):
         yield Forward(rank, microbatch)
         yield Backward(rank, microbatch)
 
 
 def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """All forwards, then all backwards, the last microbatch first."""
+    """Yield all forwards, then all backwards, the last microbatch first."""
     yield from (Forward(rank, microbatch) for microbatch in range(microbatches))
     yield from (Backward(rank, microbatch) for microbatch in reversed(range(microbatches)))
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """One forward ahead for each stage after this one, then a forward and a backward in turn."""
+    """Yield one forward ahead for each stage after this one, then a forward and a backward in
+    turn."""
     ahead = min(ranks - 1 - rank, microbatches)
     yield from (Forward(rank, microbatch) for microbatch in range(ahead))
     for microbatch in range(microbatches):
@@ -113,8 +113,8 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Instructio
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """1F1B whose backward for the weights comes `rank` microbatches later and fills the gaps at the
-    end."""
+    """Yield 1F1B with each backward for the weights `rank` microbatches later, so that it fills the
+    gaps at the end."""
     for instruction in one_f_one_b(rank, ranks, microbatches):
         whole = isinstance(instruction, Backward)
         yield BackwardInput(rank, instruction.microbatch) if whole else instruction
@@ -126,8 +126,8 @@ def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Instruction]:
-    """1F1B over `chunks` stages a rank: microbatches go in groups of `ranks`, each group through
-    all stages in turn.
+    """Yield 1F1B over `chunks` stages per rank: microbatches go in groups of `ranks`, each group
+    through all stages in turn.
 
     If `ranks` does not divide `microbatches`, this is the schedule of the next multiple without the
     extra microbatches. It still runs, because no microbatch needs one that was left out.
@@ -154,14 +154,14 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterat
     return (instruction for instruction in whole if instruction.microbatch < microbatches)
 
 
-# V schedules are phases: (how often, what). `F0` is a forward on the stage there, `B1` a backward
-# on the stage back, `I1` and `W1` its two halves, each of the next microbatch. `W` alone is the
-# oldest that was deferred.
+# V schedules are phases: (number of times, word). `F0` is a forward on the stage there, `B1` a
+# backward on the stage back, `I1` and `W1` its two halves, each of the next microbatch. `W` without
+# a number is the oldest deferred half.
 KINDS = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeights}
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """Forwards until the first comes back, then each backward as early as possible; the last
+    """Yield forwards until the first is back, then each backward as early as possible; the last
     weights' halves wait."""
     full = max(microbatches, 2 * ranks - 1)
     after = ranks - rank
@@ -180,8 +180,8 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """In the middle a forward there, a backward from back, a forward back, a backward from there,
-    in turn."""
+    """Yield, in the middle, a forward there, a backward from back, a forward back, a backward from
+    there, in turn."""
     full = max(microbatches, 2 * ranks)
     after = ranks - rank - 1
     half = (rank + 1) // 2
@@ -203,7 +203,7 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction
 def _played(
     phases: list[tuple[int, str]], rank: int, ranks: int, microbatches: int
 ) -> Iterator[Instruction]:
-    """The computes that phases stand for, without those of microbatches that are too many."""
+    """Yield the computes that phases stand for, without those of microbatches that do not exist."""
     stages = (rank, 2 * ranks - 1 - rank)
     done = defaultdict[str, int](int)
     deferred: deque[Instruction] = deque()
@@ -240,8 +240,8 @@ UPDATING = ("pipedream",)  # schedules with an update after each backward
 
 
 def stages_a_rank(name: str, chunks: int | None = None) -> int:
-    """How many stages a rank has under a schedule; `chunks`: as make_schedule's. Raises: as
-    make_schedule."""
+    """Return the number of stages per rank under a schedule; `chunks`: as make_schedule's. Raises:
+    as make_schedule."""
     if name not in ORDERS:
         raise ScheduleError(f"no pipeline schedule {name!r}; choose one of {', '.join(ORDERS)}")
     if name == "interleaved":
@@ -262,7 +262,7 @@ def stages_a_rank(name: str, chunks: int | None = None) -> int:
 def make_schedule(
     name: str, ranks: int, microbatches: int, *, chunks: int | None = None
 ) -> Schedule:
-    """The schedule called `name`, one of ORDERS, checked.
+    """Return the schedule called `name`, one of ORDERS, checked.
 
     Args:    microbatches: from 1, also fewer than ranks; chunks: stages a rank (default: 2 for
              interleaved and the V schedules, else 1; only interleaved takes others).
@@ -284,8 +284,8 @@ def make_schedule(
 def of_orders(
     name: str, orders: Sequence[Iterable[Instruction]], *, v_shaped: bool = False
 ) -> Schedule:
-    """A schedule, not yet checked, in which each rank computes in the given order; the messages it
-    needs are added.
+    """Return a schedule, not yet checked, in which each rank computes in the given order; the
+    messages it needs are added.
 
     A result is sent as soon as it is computed. A message is received just before it is needed,
     after all messages that the same rank sent earlier. v_shaped: stages are placed there and back.
@@ -325,7 +325,7 @@ def of_orders(
 
 
 def _sends(compute: Instruction, schedule: Schedule) -> Iterator[Instruction]:
-    """The messages that leave the rank after this compute."""
+    """Return the messages that leave the rank after this compute."""
     if isinstance(compute, Forward) and schedule.leaves(compute.stage, compute.stage + 1):
         yield SendActivation(compute.stage, compute.microbatch)
     if isinstance(compute, (Backward, BackwardInput)) and schedule.leaves(

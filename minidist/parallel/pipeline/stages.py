@@ -1,13 +1,13 @@
-"""Stages: where a GPT is cut by its layers, how many layers each stage gets, and how a rank's
-stages are updated.
+"""Stages: the cuts of a GPT between its layers, the number of layers of each stage, and the update
+of a rank's stages.
 
     stage 0                    stage 1         stage 2
     embed, blocks 0 and 1      blocks 2, 3     blocks 4 and 5, norm, output
 
-A rank cuts a model whose weights are not drawn yet, and draws what it keeps. Names stay those of
-the whole model, so weights and dropout are the same too. With a tied output both ends need the
-token table: both have it, and take the sum of its two gradients. `StageModel` is what model
-parallel and the pipeline share.
+A rank cuts a model whose weights are not drawn yet, and draws only the weights that it keeps. Names
+stay those of the whole model, so weights and dropout are the same too. With a tied output both ends
+need the token table: both have it, and use the sum of its two gradients. `StageModel` is the common
+base of model parallel and the pipeline.
 """
 
 import math
@@ -45,11 +45,11 @@ from minidist.parallel.step.strategy import DataAxis, Strategy
 class Stages:
     """The stages of a GPT that one rank has.
 
-    Args:    model: its weights not yet drawn; the layers of other ranks are taken out of it.
+    Args:    model: its weights not yet drawn; the layers of other ranks are removed from it.
              layers: number of layers of each stage of the whole model; own: the numbers of this
              rank's stages.
-    Attributes: model: what is left of it, with the names of the whole; last: number of the whole
-    model's last stage.
+    Attributes: model: the rest of the model, with the names of the whole; last: number of the whole
+                model's last stage.
                 layers: {stage: its layers}, of this rank's stages.
     Raises:  ShardError if the layers do not add up to the model's, or a stage between the ends has
              none.
@@ -82,7 +82,7 @@ class Stages:
             cut.norm = cut.head = None
 
     def mixtures(self, stage: int) -> list[Mixture]:
-        """The mixtures of a stage's blocks."""
+        """Return the mixtures of a stage's blocks."""
         return [
             mlp
             for layer in self.layers[stage]
@@ -90,7 +90,8 @@ class Stages:
         ]
 
     def between(self, rows: int, length: int) -> tuple[int, int, int]:
-        """The shape of what is sent between stages, for `rows` sequences of `length` tokens."""
+        """Return the shape of an activation sent between stages, for `rows` sequences of `length`
+        tokens."""
         return rows, length, self.model.config.width
 
     def forward(
@@ -103,7 +104,7 @@ class Stages:
         divisor: float | None = None,
         key: DropoutKey | None = None,
     ) -> Tensor:
-        """One stage's forward.
+        """Compute one stage's forward.
 
         Args:    x: token ids (B, T) for stage 0, else the activation of the previous stage (B, T,
                  width).
@@ -124,7 +125,7 @@ class Stages:
 
 
 class ArrivedActivation(Tensor):
-    """An activation that came from another rank; its gradient is sent there, so it counts as
+    """An activation that arrived from another rank; its gradient is sent there, so it counts as
     communication."""
 
     __slots__ = ()
@@ -142,16 +143,16 @@ class ArrivedActivation(Tensor):
 
 
 def hollow(y: Tensor) -> Tensor:
-    """`y` for its backward, without its numbers: they were sent to another rank, and backward needs
-    only the shape."""
+    """Return `y` for its backward, without its numbers: they were sent to another rank, and
+    backward needs only the shape."""
     return y if y.node is None else Tensor._of(hollow_array(y.data), y.node, y.index)
 
 
 def balanced_layers(
     costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> list[int]:
-    """The number of layers of each stage that makes the slowest stage fastest, and then the others
-    most even.
+    """Return the number of layers of each stage that makes the slowest stage fastest, and then the
+    others most even.
 
     Args:    costs: of each layer, in any unit; first, last: costs of the embedding and of the
              output.
@@ -180,19 +181,19 @@ class StageModel(ModelAxis, Strategy):
     """The stages of a GPT that this rank of a group has: rank r of p has stages r, r + p, … (or as
     `own_stages` says).
 
-    Its gradients and its update are those of a data axis: of one process, unless it `serves`
-    another.
+    Its gradients and its update are those of a data axis: the axis of one process, unless it
+    `serves` another.
 
     Args:    as Stages. seed: of the weights; None: the caller draws them. stages: in all (default:
-             one a rank).
+             one per rank).
              layers: of each stage (default: as even as possible); key: for dropout; precision: of
              weights and update; cuts: makes Stages of the model; tp: the ranks that divide the
              layers.
              alone: False: another data axis is served later.
-    Attributes: model: what is left of it; parameters: what the optimizer is made of, those of this
-    rank's stages.
+    Attributes: model: the part of the model with this rank's stages; parameters: the arguments for
+                the optimizer, of this rank's stages.
                 first, last: whether this rank has an end of the model.
-                ends: the ranks of both ends, where both have a tied token table; or None.
+                ends: the ranks of both ends, if both have a tied token table; or None.
     """
 
     schedule: Schedule  # in which order its stages compute
@@ -235,9 +236,11 @@ class StageModel(ModelAxis, Strategy):
             self.serve(Single(self.model, precision=self.precision))
 
     def serve(self, data: DataAxis, *, always: bool = False) -> None:
-        """From here on gradients and the update are those of `data`, made of this rank's model.
+        """From now on use the gradients and the update of `data`, an axis made of this rank's
+        model.
 
-        In chapter 17 Hybrid calls it, when the data axis is made of what the stages left.
+        In chapter 17 Hybrid calls it, when the data axis is made from the model that the stages
+        left.
         Args:    always: microbatches without a row are computed, too: other ranks wait for them.
         """
         self.data = data
@@ -247,11 +250,11 @@ class StageModel(ModelAxis, Strategy):
         data.set_segments([self.modules_of(stage) for stage in self.stages.layers], self.order())
 
     def order(self) -> list[tuple[int, bool]]:
-        """Return what this rank computes in a pass: (segment, whether forward)."""
+        """Return the order of this rank's computes in a pass: (segment, whether forward)."""
         return [(0, True), (0, False)]
 
     def modules_of(self, stage: int) -> list[Module]:
-        """The modules that a stage calls, in order; a tied table at either end comes first."""
+        """Return the modules that a stage calls, in order; a tied table at either end is first."""
         model = self.stages.model
         last = stage == self.stages.last
         first = [model.tokens] if stage == 0 or (last and self.config.tied) else []
@@ -264,7 +267,7 @@ class StageModel(ModelAxis, Strategy):
         ]
 
     def weights_of(self, stage: int) -> list[Parameter]:
-        """The parameters of a stage that learn."""
+        """Return the parameters of a stage that learn."""
         return [
             p for module in self.modules_of(stage) for p in module.parameters() if p.requires_grad
         ]
@@ -274,22 +277,24 @@ class StageModel(ModelAxis, Strategy):
         return self.cuts(model, self.layers, self.own_stages(rank))
 
     def own_stages(self, rank: int) -> Sequence[int]:
-        """The numbers of the stages of a rank, in order."""
+        """Return the numbers of the stages of a rank, in order."""
         return range(rank, len(self.layers), self.group.size)
 
     # ----------------------------------------------------------------------------------- its gradients
 
     def has_table(self, parameter: Parameter) -> bool:
-        """Return whether it is a tied token table that other stages have, too."""
+        """Return whether `parameter` is a tied token table that other stages have, too."""
         ends = self.config.tied and (self.first or self.last)
         return ends and parameter is self.model.tokens.weight
 
     def sums_over(self, parameter: Parameter) -> Group | None:
-        """Both ends, of a tied token table: one has the embedding's gradient, one the output's."""
+        """Return both ends for a tied token table: one has the embedding's gradient, the other the
+        output's; else None."""
         return self.ends if self.has_table(parameter) else None
 
     def counts(self, parameter: Parameter) -> bool:
-        """A tied token table counts once, at the first end."""
+        """Return whether this rank counts a weight in the norm: a tied token table counts once, at
+        the first end."""
         return self.sums_over(parameter) is None or self.group.rank == 0
 
     def check_shared(self, *, when: str) -> None:
@@ -300,11 +305,11 @@ class StageModel(ModelAxis, Strategy):
     def go_back(
         self, stage: int, y: Tensor, dy: Array | None, *, whole: bool = True
     ) -> list[WeightGradient]:
-        """Backward of a stage's output y (dy None: the loss); unless `whole`, returns deferred
+        """Run backward of a stage's output y (dy None: the loss); unless `whole`, return deferred
         gradients of weights."""
         share = y if y.requires_grad else None  # None: all weights of the first stage are frozen
-        # segment: this rank's how-many-th stage; last=False: another microbatch may follow, and
-        # finish_step starts the sums
+        # segment: the index of the stage among this rank's; last=False: another microbatch may
+        # follow, and finish_step starts the sums
         return self.data.backward(
             share, dy, segment=stage // self.group.size, last=False, defer=not whole
         )
@@ -317,23 +322,25 @@ class StageModel(ModelAxis, Strategy):
     # makes the step, and add_up sums the ends
 
     def begin_step(self) -> None:
-        """As Strategy's."""
+        """Begin a step, as Strategy.begin_step."""
         self.data.begin_step()
 
     def part_of(self, batch: Batch) -> Part:
-        """The whole batch."""
+        """Return the whole batch."""
         return Part(*batch, first=0)
 
     @abstractmethod
     def run(self, part: Part, *, divisor: int, last: bool = True) -> float:
-        """As Strategy's: this rank's share of the loss of some rows."""
+        """Return this rank's share of the loss of some rows, as Strategy.run."""
 
     def evaluate(self, part: Part, *, divisor: int) -> float:
-        """As `run`, without gradients and dropout, for half the messages."""
+        """Return this rank's share of the loss, as `run`, but without gradients and dropout, for
+        half the messages."""
         raise NotImplementedError
 
     def finish_step(self) -> None:
-        """As Strategy's: the gradients of a tied token table, over both ends."""
+        """Finish the gradients, as Strategy.finish_step; a tied token table's are summed over both
+        ends."""
         self.data.finish_step()
         self.sum_ends()
 
@@ -354,8 +361,8 @@ class StageModel(ModelAxis, Strategy):
         lr: float | None,
         clip: float | None,
     ) -> LateLoss:
-        """As Strategy's. Cost: an all-gather of a float64 a rank, under `control`; with `clip` a
-        second."""
+        """Make the update and return the loss, as Strategy.conclude. Cost: an all-gather of a
+        float64 per rank, under `control`; with `clip` a second."""
         with self.recorder.span("optimizer"):
             self.data.update(optimizer, lr=lr, clip=clip, squares=self._squares)
         return LateLoss(sum_in_order(self.group, share.wait()))
@@ -366,8 +373,8 @@ class StageModel(ModelAxis, Strategy):
         )
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (masters, in mixed precision), whole, on every rank. Cost: one
-        all-gather."""
+        """Return copies of all weights (masters, in mixed precision), whole, on every rank. Cost:
+        one all-gather."""
         mine = self.data.state_dict()
         if self.tp is not None:
             mine = assemble(self.model, mine, self.tp)
@@ -385,7 +392,7 @@ class StageModel(ModelAxis, Strategy):
 
 
 class StagePass:
-    """What one pass of some microbatches computes on this rank; total: its loss so far."""
+    """The work of one pass of some microbatches on this rank; total: its loss so far."""
 
     def __init__(self, pipeline: StageModel, parts: list[Part], divisor: int) -> None:
         self.pipeline = pipeline
@@ -401,8 +408,8 @@ class StagePass:
         return not self.pipeline.always and not len(self.parts[microbatch].inputs)
 
     def room(self, receive: Instruction) -> Array:
-        """A new array for a message; an activation counts as such, because it is kept for
-        backward."""
+        """Return a new array for a message; activations are counted as activations, because they
+        are kept for backward."""
         shape = self.stages.between(*self.parts[receive.microbatch].inputs.shape)
         category = "activations" if isinstance(receive, RecvActivation) else "communication"
         device = backend.device_of(next(self.stages.model.parameters()).data)
@@ -411,7 +418,7 @@ class StagePass:
         )
 
     def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
-        """A stage's forward; only the shape of its output is kept."""
+        """Compute a stage's forward; only the shape of its output is kept."""
         part = self.parts[microbatch]
         start = None if x is None else ArrivedActivation(x)
         y = self.stages.forward(

@@ -1,1 +1,2 @@
-"""The state of a strategy: where its numbers lie; on disk; to other ranks. Chapter 26."""
+"""The state of a strategy: the place of its numbers, its files on disk, and its exchange between
+ranks. Chapter 26."""

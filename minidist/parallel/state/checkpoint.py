@@ -1,19 +1,21 @@
-"""Chapter 26 · Checkpoints: each rank writes what it has, and any other plan can go on from it.
+"""Chapter 26 · Checkpoints: each rank writes its own numbers, and any other plan can continue from
+them.
 
-The idea. A training that stops loses everything but what lies on a disk. To write it whole through
-one rank would take the memory and the time of one rank; so each writes its shards. A machine may
-stop while they are written; so the manifest, which says what the shards hold, comes last, and a
-folder without one is no checkpoint. The job that goes on may have other ranks; so the manifest says
-which numbers of each whole tensor a shard has, and a rank reads those that it needs.
+The idea. A training that stops loses everything except the files on a disk. Writing it whole
+through one rank would take the memory and the time of one rank; so each rank writes its shards. A
+machine may stop while they are written; so the manifest, which says what the shards hold, is
+written last, and a folder without a manifest is no checkpoint. The job that continues may have
+other ranks; so the manifest says which numbers of each whole tensor a shard has, and a rank reads
+the numbers that it needs.
 
     rank 0 of 2   [0, 7)   -> shard 0 --+                         +-> [0, 5)    rank 0 of 3
-    rank 1 of 2   [7, 13)  -> shard 1 --+-- manifest: 0-6, 7-12 --+-> [5, 9)    rank 1: from both shards
+    rank 1 of 2   [7, 13)  -> shard 1 --+-- manifest: 0-6, 7-12 --+-> [5, 9)    rank 1, from both
                                                                   +-> [9, 13)   rank 2
 
-What is state: weights or their float32 masters, the optimizer's moments and how often each was
-updated, the loss scale and fp8's histories, and the number of steps. Everything else follows from
-seed and step: dropout, data, learning rate. So a run that goes on under the same plan gives the
-same bits as one that never stopped.
+The state: weights or their float32 masters, the optimizer's moments and the number of updates of
+each tensor, the loss scale and fp8's histories, and the number of steps. Everything else follows
+from seed and step: dropout, data, learning rate. So a run that continues under the same plan gives
+the same bits as one that never stopped.
 
 Cost, of a save: state bytes / ranks written by each rank, an fsync, and small records under
 `control`; of a load: the bytes that a rank wants, in whole blocks of 256 KiB.
@@ -102,9 +104,9 @@ def plain_load(group: Group, folder: Path) -> np.ndarray:
 
 
 # The real one below saves any strategy: its numbers lie in many tensors and anywhere in them
-# (state/state_map.py), and of ranks that have the same numbers one writes. Checksums are of
-# blocks, so that a rank reads and checks only what it needs. Each file is on the disk before the
-# manifest is written. If one rank cannot write, every rank is told.
+# (state/state_map.py), and if several ranks have the same numbers, one writes them. Checksums are
+# of blocks, so that a rank reads and checks only what it needs. Each file is on the disk before the
+# manifest is written. If one rank cannot write, every rank raises.
 
 
 def save(
@@ -113,7 +115,7 @@ def save(
     """Write a checkpoint. Every rank calls it, between two steps; a folder of this name is replaced
     at the end.
 
-    Args:    group: all ranks; about: of rank 0: what a reader wants to know, as JSON.
+    Args:    group: all ranks; about: on rank 0: facts for a reader, as JSON.
     Raises:  CheckpointError on every rank if one cannot write; then nothing is left, and an older
              folder stays.
     """
@@ -134,8 +136,8 @@ def write_checkpoint(
     small: dict[str, Any],
     group: Group,
 ) -> None:
-    """Write the shards of all ranks, then the manifest. Every rank calls it with what it writes,
-    and its small state.
+    """Write the shards of all ranks, then the manifest. Every rank calls it with its arrays and its
+    small state.
 
     Cost:    under `control`, a broadcast, two gathers and a broadcast: only rank 0 needs to know
              what all have written.
@@ -166,15 +168,15 @@ def write_checkpoint(
 
 
 def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -> dict[str, Any]:
-    """Take over the state of a checkpoint that any plan has written. Every rank calls it, between
-    two steps.
+    """Load the state of a checkpoint that any plan has written. Every rank calls it, between two
+    steps.
 
-    Ranks with a state of their own (local steps) may be more or fewer than those that saved: rank r
-    takes the state of rank r mod P of P, and what further ranks had since the last meeting is left
-    out. If those that saved had none, each begins with theirs, and an outer optimizer with no
-    momentum.
+    Ranks with a state of their own (local steps) may be more or fewer than the P ranks that saved.
+    Rank r loads the state of rank r mod P. If fewer ranks load, the changes of the other ranks
+    since the last exchange are lost. If the checkpoint was saved without local steps, each rank
+    begins with its state, and an outer optimizer begins without momentum.
 
-    Returns: what `save` was given as `about`.
+    Returns: the `about` that `save` was given.
     Raises:  CheckpointError on every rank if one finds a file missing or damaged, or not of this
              model; then the state of this training is of no use.
     """
@@ -245,7 +247,7 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
 
 
 def layout_of(places: list[Place]) -> ShardLayout:
-    """Of the file of a rank that writes these."""
+    """Return the layout of the file of a rank that writes these places."""
     return ShardLayout(
         [
             (place.key, place.dtype, place.shape, stripes_of(place.runs), place.size)
@@ -255,7 +257,7 @@ def layout_of(places: list[Place]) -> ShardLayout:
 
 
 def write_shard(file: Path, layout: ShardLayout, arrays: Iterable[Any]) -> dict[str, Any]:
-    """Write one rank's file; returns its part of the manifest. Raises: OSError."""
+    """Write one rank's file; return its part of the manifest. Raises: OSError."""
     writer = ShardWriter(file, layout)
     try:
         for index, array in enumerate(arrays):
@@ -270,8 +272,8 @@ def write_shard(file: Path, layout: ShardLayout, arrays: Iterable[Any]) -> dict[
 def read_state(
     folder: Path, shards: list[dict[str, Any]], wanted: Iterable[tuple[Place, Any]]
 ) -> None:
-    """Fill arrays with their numbers out of shard files, of which only those are opened that have
-    some.
+    """Fill arrays with their numbers from shard files; only files that have some of them are
+    opened.
 
     Args:    wanted: each place with its flat array.
     Raises:  CheckpointError if a number is in no shard, has another dtype, or is damaged.
@@ -330,8 +332,8 @@ def require_file(folder: Path, shard: dict[str, Any]) -> None:
 
 
 def _covered(pieces: list[np.ndarray]) -> int:
-    """Return how many numbers the pieces, rows of (place, length), have together; two may have the
-    same number."""
+    """Return the number of different numbers in the pieces, rows of (place, length); pieces may
+    overlap."""
     if len(pieces) == 1 and len(pieces[0]) == 1:
         return int(pieces[0][0, 1])
     rows = np.concatenate([np.empty((0, 2), np.int64), *pieces])
@@ -345,8 +347,8 @@ def _covered(pieces: list[np.ndarray]) -> int:
 
 
 def share_out(places: list[Place], group: Group) -> list[int]:
-    """Which of its places this rank writes: of several ranks that have a place, the one with least
-    to write so far."""
+    """Return which of its places this rank writes. If several ranks have a place, the one with the
+    fewest bytes so far writes it."""
     told = share_records(
         group,
         [
@@ -372,13 +374,13 @@ def share_out(places: list[Place], group: Group) -> list[int]:
 
 
 def chosen(arrays: Iterable[Any], indices: list[int]) -> Iterable[Any]:
-    """Those of `arrays` with these numbers."""
+    """Return those of `arrays` that have these indices."""
     wanted = set(indices)
     return (array for index, array in enumerate(arrays) if index in wanted)
 
 
 def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
-    """A folder beside `folder` that rank 0 makes, for the length of the stack."""
+    """Return a folder next to `folder` that rank 0 makes, and that lives as long as the stack."""
     draft = ""
     problem = ""
     if group.rank == 0:
@@ -397,7 +399,8 @@ def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
 
 
 def _without_outer(wanted: Iterable[tuple[Place, Any]]) -> Iterable[tuple[Place, Any]]:
-    """What training without local steps has, too; the outer optimizer begins anew."""
+    """Yield the places that training without local steps has, too; set the state of the outer
+    optimizer to zero."""
     for place, array in wanted:
         if place.kind.startswith(OF_OUTER):
             array[...] = 0
@@ -410,10 +413,10 @@ def _not_saved(folder: Path, problem: str) -> str:
 
 
 def _verdict(group: Group, problem: str, value: Any, judge: Callable[[list[Any]], str]) -> str:
-    """What is wrong, the same text on every rank; "" if nothing is.
+    """Return the problem, the same text on every rank; "" if there is none.
 
-    It is the problem of the lowest rank that has one. If none has, rank 0 calls `judge` with the
-    values of all ranks.
+    It is the problem of the lowest rank that has one. If no rank has one, rank 0 calls `judge` with
+    the values of all ranks.
     """
     told = gather_records(group, [visible(problem), value])
     if told is not None:

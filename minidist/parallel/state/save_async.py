@@ -1,25 +1,26 @@
-"""Chapter 26 · Asynchronous saves: training stands still for one copy, and the disk works behind
-the next steps.
+"""Chapter 26 · Asynchronous saves: training stops only for one copy, and the disk writes during the
+next steps.
 
-The idea. A save waits for a disk, and meanwhile no rank computes. But a disk needs only that the
-state does not change while it is written. So the state is copied in memory, which is ten times
-faster, and a thread writes the copy.
+The idea. A save waits for a disk, and meanwhile no rank computes. But while the disk writes, the
+state only has to stay unchanged. So the state is copied in memory, which is ten times faster, and a
+thread writes the copy.
 
-    training   step 99 | copy | step 100 | step 101 | step 102 | step 103 | …       updates do not touch the copy
+    training   step 99 | copy | step 100 | step 101 | step 102 | …      updates do not touch the
+    copy
     a thread                  | checksums, shard to the disk | all ranks? manifest |
 
-The thread does what a blocking save does (checkpoint.py), with a group of its own, so its messages
-and training's never meet. The ranks agree there whether all shards are on the disk. No step of the
-training waits for that, and a rank that waits there is no deadlock: the others' threads, which it
-waits for, still run. If a rank dies, that wait ends as any other. There is one save at a time: the
-next waits until the copy is free (`minidist train` puts it off until then, and no step waits:
-cli/train/saving.py). If a disk fails, the draft is removed, rank 0 says why in a line, and training
-goes on; the older checkpoints stay.
+The thread does what a blocking save does (checkpoint.py). It has a group of its own, so its
+messages are never mixed with those of training. There the ranks agree whether all shards are on the
+disk. No step of the training waits for that. A rank that waits there is no deadlock, because the
+threads of the other ranks still run. If a rank dies, this wait ends as any other wait. There is one
+save at a time: the next waits until the copy is free (`minidist train` postpones it until then, and
+no step waits: cli/train/saving.py). If a disk fails, the draft is removed, rank 0 prints the reason
+in a line, and training continues; the older checkpoints stay.
 
-Memory: what a rank writes, once more on the host, allocated once and used from save to save; and a
-piece of 4 MiB. Cost, in the training's thread: the first save, an exchange of what each rank has;
-each save, one copy of what this rank writes (with offload=all it reads that from its disk). In the
-background as checkpoint.save, in the phase "save".
+Memory: a second copy, on the host, of what a rank writes, allocated once and used for every save;
+and a piece of 4 MiB. Cost, in the training's thread: at the first save, an exchange of the places
+of each rank; at each save, one copy of what this rank writes (with offload=all it reads that from
+its disk). In the background as checkpoint.save, in the phase "save".
 
 notes:   N2 §12.4 抢占式实例 (N2:555)
 Source:  Mohan et al. 2021, "CheckFreq": snapshot, then persist.
@@ -55,7 +56,7 @@ from minidist.parallel.step.strategy import Strategy
 _LOOK = 0.1
 _LINE = 64  # bytes on which each copy begins
 _LINGER = 2.0  # seconds that a thread gets to leave a world that is lost, before that is closed
-_LONG = 0.1  # seconds that a save waits for the one before it, of which the user is told
+_LONG = 0.1  # seconds of a wait for the save before, from which on the user gets a message
 
 
 def plain_start_save(file: Path, state: np.ndarray, room: np.ndarray) -> threading.Thread:
@@ -79,15 +80,15 @@ def plain_start_save(file: Path, state: np.ndarray, room: np.ndarray) -> threadi
     return thread
 
 
-# The real one below copies what one rank writes of a strategy's state (checkpoint.py), has all
-# ranks agree before the manifest, keeps saves one after the other, and tells what fails.
+# The real one below copies the part of a strategy's state that one rank writes (checkpoint.py),
+# lets all ranks agree before the manifest, keeps saves one after the other, and reports errors.
 
 
 class PendingSave:
-    """A save under way.
+    """A save in progress.
 
-    Attributes: folder; waited, copied: seconds that the training stood still, for the save before
-    and for the copy.
+    Attributes: folder; waited, copied: seconds for which the training stopped, for the save before
+                and for the copy.
                 seconds: of the writing, once it is done.
     """
 
@@ -101,11 +102,11 @@ class PendingSave:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether wait() would return or raise at once."""
+        """Return whether wait() would return or raise at once."""
         return self._finished.is_set()
 
     def wait(self) -> None:
-        """Return when the checkpoint is there.
+        """Return when the checkpoint is complete.
 
         Raises:  CheckpointError on every rank if one could not write; PeerLostError, TimeoutError
                  as any wait.
@@ -117,22 +118,22 @@ class PendingSave:
             raise self._error
 
     def linger(self) -> None:
-        """Give the thread time to notice that the job is over."""
+        """Wait a short time, so that the thread can notice that the job is over."""
         self._finished.wait(_LINGER)
 
     def finish(self, error: BaseException | None, seconds: float) -> None:
-        """For the thread: it is written, or not."""
+        """Record the end of the save, or its error; the thread calls it."""
         self._error = error
         self.seconds = seconds
         self._finished.set()
 
 
 class AsyncSaver:
-    """Saves one training in the background, time and again. Every rank makes one, between two
-    steps.
+    """The background saves of one training, any number of them. Every rank makes one AsyncSaver,
+    between two steps.
 
-    Args:    group: all ranks; it is split once. memory: the account of the host's memory that the
-             copies lie in.
+    Args:    group: all ranks; it is split once. memory: the account of the host's memory that holds
+             the copies.
              tell: called on rank 0 with a line about each save that failed, in the thread that
              writes; and by start() with one about the first save that had to wait.
     Raises:  MemoryLimitError if the copies do not fit.
@@ -157,7 +158,7 @@ class AsyncSaver:
         self._places = [places[index] for index in self._mine]
         self._layout, self._copies = layout_of(self._places), self._room()
         self._last: PendingSave | None = None
-        self._told = False  # that a save had to wait
+        self._told = False  # the message that a save had to wait was printed
         self._saves: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._end = weakref.finalize(self, self._saves.put, None)
         threading.Thread(
@@ -171,7 +172,8 @@ class AsyncSaver:
     def start(self, folder: Path, about: dict[str, Any]) -> PendingSave:
         """Copy the state, and begin to write it. Every rank calls it, between two steps.
 
-        Waits for the save before it. If that one failed, it has been told, and this one goes on.
+        Waits for the save before it. If that save failed, its error was reported already, and this
+        save runs.
 
         Args:    as checkpoint.save; about may change afterwards.
         Raises:  PeerLostError, TimeoutError if the job is over.
@@ -197,15 +199,15 @@ class AsyncSaver:
         return save
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises: as start."""
+        """Return when no save is in progress. Raises: as start."""
         if self._last is not None:
-            with suppress(CheckpointError):  # told when it happened
+            with suppress(CheckpointError):  # reported when it happened
                 self._last.wait()
             self._last = None
 
     def close(self) -> None:
-        """Wait for the last save, and give the copies back. Raises: as start; then they are given
-        back, too."""
+        """Wait for the last save, and free the copies. Raises: as start; the copies are freed then,
+        too."""
         last = self._last
         try:
             self.wait()
@@ -217,7 +219,7 @@ class AsyncSaver:
             self._copies = []
 
     def _write(self, save: PendingSave, small: dict[str, Any], about: dict[str, Any]) -> None:
-        """In a thread: as a blocking save."""
+        """Write the copy as a blocking save does; runs in the thread."""
         begun = time.perf_counter()
         error: BaseException | None = None
         try:
@@ -239,7 +241,8 @@ class AsyncSaver:
         save.finish(error, time.perf_counter() - begun)
 
     def _room(self) -> list[np.ndarray]:
-        """Host memory for what this rank writes, whose pages are there already."""
+        """Return host memory for the numbers that this rank writes; its pages are allocated
+        already."""
         sizes = [place.size * place.dtype.itemsize for place in self._places]
         ends = np.cumsum([-(-size // _LINE) * _LINE for size in sizes], dtype=np.int64).tolist()
         device = device_of(self._optimizer.slots[0].weights.data)
@@ -252,7 +255,7 @@ class AsyncSaver:
 
 
 def _carry_out(saves: "SimpleQueue[Callable[[], None] | None]") -> None:
-    """The thread's work: save after save, until None comes."""
+    """Run save after save in the thread, until None arrives."""
     while (save := saves.get()) is not None:
         save()
         del save  # it holds the copies

@@ -1,19 +1,19 @@
-"""Chapter 21 in chapter 26: what a compression scheme keeps from step to step, as entries of a
-training's state.
+"""Chapter 21 in chapter 26: the state that a compression scheme keeps from step to step, as entries
+of a training's state.
 
-What was not sent (Scheme.errors) is owed to the weights, and it does not matter by which rank.
-Under the same plan each rank gets its own back, and the run goes on with the same bits. Under
-another plan the old ranks' are dealt out to the new ones in turn and added up; their sum, which is
-what must arrive in the weights, stays.
+Scheme.errors are the parts of gradients that were not sent yet. The weights must still get them,
+from any rank. Under the same plan each rank gets its own errors back, and the run continues with
+the same bits. Under another plan the errors of the old ranks are distributed to the new ranks in
+turn and added up. So the sum, which the weights must get, stays the same.
 
-    kind                          which numbers, of a parameter
-    worker.all_reduce.3           what rank 3 of those that sum it has not sent
+    kind                          numbers, of a parameter
+    worker.all_reduce.3           what rank 3 of the ranks that sum it has not sent
     server.all_reduce.0           what all of them have not sent of the sum, each of its chunk
-    scheme.7.NAME                 a further array of world rank 7: for the same plan alone
+    scheme.7.NAME                 a further array of world rank 7: only for the same plan
 
 With tensor and pipeline parallelism a gradient may be summed outside the data axis too (a tied
-table at both ends): each of these S summands counts as ranks of its own, rank g of the data axis
-with summand s as number g S + s.
+table at both ends). Then each of the S summands counts as ranks of its own: rank g of the data axis
+with summand s has number g S + s.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ WORKER, SERVER, PRIVATE = KINDS = ("worker", "server", "scheme")
 
 class StateEntry(NamedTuple):
     """An array of the state: `part` of a parameter's flat numbers, or (None) a private array;
-    `adds`: to what is there."""
+    `adds`: loaded numbers are added to it."""
 
     kind: str
     parameter: Parameter | None
@@ -42,12 +42,12 @@ class StateEntry(NamedTuple):
 
 
 def is_schemes(key: str) -> bool:
-    """Whether a checkpoint's key, "kind/name", is a scheme's."""
+    """Return whether a checkpoint's key, "kind/name", belongs to a scheme."""
     return key.partition(".")[0] in KINDS
 
 
 def own_entries(strategy: Strategy) -> list[StateEntry]:
-    """What this rank has."""
+    """Return the entries that this rank has."""
     scheme = strategy.data_axis.scheme
     if scheme is None:
         return []
@@ -66,8 +66,8 @@ def own_entries(strategy: Strategy) -> list[StateEntry]:
 def wanted_entries(
     strategy: Strategy, saved: dict[str, Any], names: dict[Parameter, str]
 ) -> list[StateEntry]:
-    """What this rank takes of a state that was saved; its errors are zero from here on, unless all
-    come back.
+    """Return the entries that this rank loads of a saved state. Set its errors to zero first,
+    unless it loads its own again.
 
     Args:    saved: the small state; names: of parameters, whole.
     """
@@ -98,8 +98,8 @@ def wanted_entries(
 
 
 def described(strategy: Strategy, names: dict[Parameter, str]) -> dict[str, Any]:
-    """What is no array, of this rank: the scheme, its counters, how many owe each parameter; as
-    JSON."""
+    """Return this rank's state that is not in arrays, as JSON: the scheme, its counters, the number
+    of ranks with errors of each parameter."""
     scheme = strategy.data_axis.scheme
     if scheme is None or scheme.name == "none":
         return {}
@@ -115,8 +115,8 @@ def described(strategy: Strategy, names: dict[Parameter, str]) -> dict[str, Any]
 
 
 def take_counters(strategy: Strategy, told: dict[str, Any]) -> str:
-    """Take over counters of a `described` scheme. Returns: what is left out, in words; "" if
-    nothing is."""
+    """Load counters of a `described` scheme. Returns: a sentence on what is left out; "" if nothing
+    is."""
     scheme = strategy.data_axis.scheme
     if not told:
         return ""
@@ -136,12 +136,12 @@ def take_counters(strategy: Strategy, told: dict[str, Any]) -> str:
 
 
 def same_layout(scheme: Scheme, told: dict[str, Any]) -> bool:
-    """Whether this rank had the same part in the plan that was saved."""
+    """Return whether this rank had the same part in the plan that was saved."""
     return bool(scheme.runs) and told["layout"].get(str(_world_rank(scheme))) == layout_of(scheme)
 
 
 def layout_of(scheme: Scheme) -> str:
-    """A digest of the scheme and of all that it sums."""
+    """Return a digest of the scheme and of all that it sums."""
     runs = [
         (
             run.verb,
@@ -160,8 +160,8 @@ def _world_rank(scheme: Scheme) -> int:
 def _errors(
     strategy: Strategy, scheme: Scheme
 ) -> Iterator[tuple[str, int, int, Parameter, range, Array]]:
-    """(kind without number, number, how many there are, parameter, its part, the flat array) of
-    what is owed."""
+    """Yield (kind without number, number, count of numbers, parameter, its part, the flat array) of
+    each error not sent yet."""
     axis: Any = strategy.data_axis
     for (which, index), error in sorted(
         scheme.errors.items(), key=lambda item: (item[0][0] != WORKER, item[0][1])

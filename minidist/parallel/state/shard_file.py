@@ -4,9 +4,9 @@ block of BLOCK bytes.
     8 bytes: length of the header | the header: JSON, {key: dtype, shape, place of its bytes} | the
     arrays' bytes
 
-Any reader of safetensors can open it. A reader of ours takes only the blocks that hold what it
-wants, and checks each. A writer reads each block from memory once: it sums the block up and copies
-it into a piece that the disk takes.
+Any reader of safetensors can open it. Our reader reads only the blocks that it needs, and checks
+each. A writer reads each block from memory once: it computes the checksum and copies the block into
+a piece that is written to the disk.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF1
 class Entry(NamedTuple):
     """An array in a shard file.
 
-    Attributes: key: kind and name of the whole tensor; shape: of the whole; stripes: which of its
-    numbers it has.
+    Attributes: key: kind and name of the whole tensor; shape: of the whole; stripes: the numbers
+                that it has.
                 offset: of its first byte in the file; checksums: CRC-32 of each block.
     """
 
@@ -49,12 +49,12 @@ class Entry(NamedTuple):
 
 
 class DirectFile:
-    """A new file, written from begin to end past the system's cache, where the file system can do
-    that (O_DIRECT).
+    """A new file, written from begin to end without the system's cache, where the file system
+    allows it (O_DIRECT).
 
-    The cache would cost a copy, and a wait at the end for all that it holds; and it would push out
-    what training reads. The disk takes whole pages from whole pages: bytes are collected in a piece
-    of PIECE bytes. The last, broken page goes through the cache.
+    The cache would cost a copy, and at the end a wait until all its data is written; and it would
+    displace the data that training reads. The disk takes whole pages from whole pages: bytes are
+    collected in a piece of PIECE bytes. The last, incomplete page goes through the cache.
 
     Raises:  OSError, here and later, if the disk is full or fails.
     """
@@ -67,7 +67,7 @@ class DirectFile:
         self._set_direct(True)
 
     def write(self, data: Any) -> None:
-        """Put the bytes behind those that are there; they may change afterwards."""
+        """Append the bytes; the caller may change them afterwards."""
         while len(data):
             count = min(len(data), PIECE - self._filled)
             self._piece[self._filled : self._filled + count] = data[:count]
@@ -116,12 +116,12 @@ class DirectFile:
 
 
 class ShardLayout:
-    """What is where in a file; the same for every save of a rank.
+    """The places of arrays in a file; the same for every save of a rank.
 
-    Args:       arrays: of each (key, dtype, shape of the whole tensor, its stripes, how many
+    Args:       arrays: of each (key, dtype, shape of the whole tensor, its stripes, its count of
                 numbers).
     Attributes: header: the bytes before the arrays; nbytes: of the file; entries: of the arrays,
-    without checksums.
+                without checksums.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ShardLayout:
 
 
 class ShardWriter:
-    """Writes one file, an array at a time. Raises: OSError if the disk is full or fails."""
+    """The writer of one file, an array at a time. Raises: OSError if the disk is full or fails."""
 
     def __init__(self, file: Path, layout: ShardLayout) -> None:
         self.layout = layout
@@ -159,7 +159,8 @@ class ShardWriter:
             raise
 
     def write(self, index: int, array: np.ndarray) -> None:
-        """The numbers of array `index`, one index after the other: flat, on the host."""
+        """Write the numbers of array `index`; indices are written in order. The array is flat, on
+        the host."""
         data = np.ascontiguousarray(array).view(np.uint8).data
         for at in range(0, len(data), BLOCK):
             block = data[at : at + BLOCK]
@@ -175,7 +176,7 @@ class ShardWriter:
         self._file.abandon()
 
     def described(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return the file's part of the manifest."""
         header = self.layout.header
         return {
             "nbytes": self.layout.nbytes,
@@ -185,7 +186,7 @@ class ShardWriter:
 
 
 class ShardReader:
-    """Reads one file, as the manifest describes it.
+    """The reader of one file, as the manifest describes it.
 
     Raises:  CheckpointError naming the file, and the array if one is damaged.
     """
@@ -215,8 +216,8 @@ class ShardReader:
     def copy(self, entry: Entry, copies: np.ndarray, out: np.ndarray) -> None:
         """Copy numbers into the flat array `out`.
 
-        Args:    copies: (n, 3): offset in the entry's array, offset in `out`, how many, ascending
-                 by the first.
+        Args:    copies: (n, 3): offset in the entry's array, offset in `out`, count; ascending by
+                 the first.
         """
         kind = dtype(entry.dtype)
         for first, last, rows in _by_blocks(copies, kind.itemsize):
@@ -228,7 +229,8 @@ class ShardReader:
                 out[target : target + count] = numbers[source : source + count]
 
     def checked(self, entry: Entry, begin: int, end: int) -> bytes:
-        """Bytes [begin, end) of an array, whole blocks, which are what was written."""
+        """Return bytes [begin, end) of an array, whole blocks, after a check that they are the
+        bytes that were written."""
         data = self._read(entry.offset + begin, end - begin)
         for at in range(0, len(data), BLOCK):
             if (
@@ -266,8 +268,8 @@ def require_size(file: Path, size: int, expected: int) -> None:
 
 
 def header_bytes(tensors: dict[str, Any]) -> bytes:
-    """The head of a safetensors file: its length, and what is where, filled up to a multiple of 8
-    bytes."""
+    """Return the head of a safetensors file: its length and the places of the arrays, filled up to
+    a multiple of 8 bytes."""
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

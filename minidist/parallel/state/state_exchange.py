@@ -1,17 +1,16 @@
-"""Chapter 26 · State from memory to memory: what ranks hold of a training becomes the state of
-another plan.
+"""Chapter 26 · State from memory to memory: the state of all ranks is redistributed for another
+plan.
 
     trainer.change_plan(Plan(dp=2, tp=2))           between two steps, with the same ranks
-    restore(snapshots, strategy, optimizer, group)  what an elastic job does with the ranks that are
-                                                    left
+    restore(snapshots, strategy, optimizer, group)  an elastic job, with the ranks that are left
 
-Each rank tells which numbers it has (state/state_map.py) and which it wants. Then numbers go from
-holder to wanter, in P - 1 rounds: in round k a rank sends to the k-th rank after it, and hears from
-the k-th before it.
+Each rank reports which numbers it has (state/state_map.py) and which it wants. Then numbers are
+sent from the rank that has them to the rank that wants them, in P - 1 rounds: in round k a rank
+sends to the k-th rank after it, and receives from the k-th rank before it.
 
 Cost: each rank receives the bytes that it wants and does not have itself, in at most one message
-from each other rank, in the phase "state"; the descriptions go under `control`. A second copy of
-the state lies on the host meanwhile.
+      from each other rank, in the phase "state"; the descriptions go under `control`. A second copy
+      of the state is on the host meanwhile.
 """
 
 from collections.abc import Sequence
@@ -39,8 +38,7 @@ from minidist.parallel.step.strategy import Strategy
 
 
 class Snapshot(NamedTuple):
-    """What a rank had of the state between two steps: copies on the host that no later update
-    touches."""
+    """The state of a rank between two steps: copies on the host that no later update changes."""
 
     places: list[Place]
     arrays: list[np.ndarray]
@@ -48,7 +46,7 @@ class Snapshot(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What one rank copies to another, of one array: rows as `overlap` gives them."""
+    """The copies from one rank to another, of one array: rows as `overlap` gives them."""
 
     source: int  # of the sender's offers
     target: int  # of the receiver's wishes
@@ -56,7 +54,7 @@ class Copies(NamedTuple):
 
 
 def take_snapshot(strategy: Strategy, optimizer: Optimizer) -> Snapshot:
-    """This rank's state, copied to the host."""
+    """Return this rank's state, copied to the host."""
     arrays = [
         np.array(to_host(array)) for array in state_arrays(strategy, optimizer, changes=False)
     ]
@@ -66,8 +64,8 @@ def take_snapshot(strategy: Strategy, optimizer: Optimizer) -> Snapshot:
 def restore(
     snapshots: Sequence[Snapshot], strategy: Strategy, optimizer: Optimizer, group: Group
 ) -> None:
-    """Fill the state from the snapshots that the ranks of `group` hold together, this rank none,
-    one or several.
+    """Fill the state from the snapshots that the ranks of `group` hold together; a rank may hold
+    none, one or several.
 
     Every rank calls it; the snapshots are of one step, and of any plan of the same model.
     Raises:  CheckpointError on every rank if a number is in no snapshot.
@@ -98,7 +96,7 @@ def restore(
 def exchange(
     group: Group, offers: Sequence[tuple[Place, np.ndarray]], wishes: Sequence[Place]
 ) -> list[np.ndarray]:
-    """The numbers of each wish, from the ranks that offer them. Every rank calls it.
+    """Return the numbers of each wish, from the ranks that offer them. Every rank calls it.
 
     Args:    offers: places with flat arrays on the host.
     Raises:  CheckpointError on every rank if a number is offered by none.
@@ -153,8 +151,8 @@ def _between(
     holders: dict[str, dict[str, list[tuple[int, int]]]],
     runs: dict[str, np.ndarray],
 ) -> list[Copies]:
-    """What `source` copies to `target`: the same list on both. A rank takes from itself what it
-    has."""
+    """Return the copies from `source` to `target`: the same list on both. A rank copies from itself
+    the numbers that it has."""
     chosen = []
     for number, (key, stripes) in enumerate(wishes):
         for offered, candidates in holders.get(key, {}).items():
@@ -167,7 +165,7 @@ def _between(
 
 
 def _packed(sent: Sequence[Copies], arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The numbers of all copies, one after another, as bytes."""
+    """Return the numbers of all copies, one after another, as bytes."""
     parts = [
         arrays[copies.source][start : start + count].view(np.uint8)
         for copies in sent
@@ -187,7 +185,7 @@ def _unpack(received: Sequence[Copies], data: np.ndarray, results: Sequence[np.n
 
 
 def _swap(group: Group, data: np.ndarray, to: int, source: int, nbytes: int) -> np.ndarray:
-    """Send bytes to one rank while others come from another."""
+    """Send bytes to one rank while others arrive from another."""
     room = np.empty(nbytes, np.uint8)
     pending = group.start_send(data, to) if len(data) else None
     if nbytes:

@@ -1,19 +1,18 @@
-"""Chapter 26 · Where the numbers of a training's state lie: the map from any plan to any other.
+"""Chapter 26 · The places of the numbers of a training's state: the map from any plan to any other.
 
-Each strategy cuts weights and optimizer state in its own way. For a checkpoint, all that matters is
-which numbers of a whole tensor a rank has. So each array of state is described by runs of positions
-in the flattened whole tensor:
+Each strategy cuts weights and optimizer state in its own way. A checkpoint only needs to know which
+numbers of a whole tensor a rank has. So each array of state is described by runs of positions in
+the flattened whole tensor:
 
     weight (4, 6), tp=2 by columns        rank 0: [0, 3) [6, 9) [12, 15) [18, 21)        rank 1: [3, 6) [9, 12) …
     of rank 0's part, ZeRO on 2 ranks     chunk 0: [0, 3) [6, 9)                         chunk 1: [12, 15) [18, 21)
 
-Where ranks have weights and optimizer state of their own (local steps, chapter 21), each saves its
-own, under its
-number: "m of rank 2/blocks.0.norm.weight". What they have in common goes under the plain names.
+If ranks have weights and optimizer state of their own (local steps, chapter 21), each saves its
+own, under its number: "m of rank 2/blocks.0.norm.weight". The common state has the plain names.
 
 Two plans need not know each other: where the runs of a saved array and of a wanted array overlap,
-numbers are copied (`overlap`). A regular run of runs is written in short as a stripe (start,
-length, step, count): [0, 3, 6, 4].
+numbers are copied (`overlap`). Runs of one length at equal distances are written in short as a
+stripe (start, length, step, count): [0, 3, 6, 4].
 """
 
 import re
@@ -45,10 +44,10 @@ OF_RANK = " of rank "  # and its number, behind the kind of what one rank has fo
 
 
 class Place(NamedTuple):
-    """Which numbers of the state an array has.
+    """The numbers of the state that an array has.
 
     Attributes: kind: WEIGHT, or the optimizer's name of a state array; name: the whole tensor's
-    dotted path.
+                dotted path.
                 shape: of the whole tensor; runs: (n, 2) int64, [start, stop) in it, in the order of
                 the array.
     """
@@ -66,17 +65,17 @@ class Place(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many numbers."""
+        """The count of numbers."""
         return int((self.runs[:, 1] - self.runs[:, 0]).sum())
 
     @property
     def whole(self) -> bool:
-        """Whether it is the whole tensor, in order."""
+        """Whether this is the whole tensor, in order."""
         return len(self.runs) == 1 and self.size == int(np.prod(self.shape, dtype=np.int64))
 
 
 def require_together(strategy: Strategy) -> None:
-    """Raise CheckpointError for a strategy whose ranks are never together between two steps."""
+    """Raise CheckpointError for a strategy whose ranks are never at the same step."""
     if strategy.asynchronous:
         raise CheckpointError(
             f"{type(strategy).__name__}, asynchronous: its ranks are at different steps, so no "
@@ -87,11 +86,11 @@ def require_together(strategy: Strategy) -> None:
 def state_places(
     strategy: Strategy, optimizer: Optimizer, saved: dict[str, Any] | None = None
 ) -> list[Place]:
-    """What this rank has of the state, in the order of `state_arrays`.
+    """Return the places of this rank's state, in the order of `state_arrays`.
 
-    Args:    saved: the small state of a training of perhaps another plan: then what this rank takes
-             of its state.
-    Raises:  CheckpointError for a strategy whose ranks are never together between two steps.
+    Args:    saved: the small state of a training, perhaps of another plan; then the places are
+             those that this rank loads of its state.
+    Raises:  CheckpointError for a strategy whose ranks are never at the same step.
     """
     require_together(strategy)
     names = _names(strategy)
@@ -141,14 +140,14 @@ def _place_of(entry: StateEntry, names: dict[Parameter, str]) -> Place:
 def state_arrays(
     strategy: Strategy, optimizer: Optimizer, *, changes: bool, saved: dict[str, Any] | None = None
 ) -> Iterator[Array]:
-    """The arrays of state_places, flat views, each until the next is asked for; `changes`: what is
-    written is kept.
+    """Yield the arrays of state_places, flat views, each valid until the next is requested;
+    `changes`: writes to them are kept.
 
     After changes call strategy.state_replaced().
     """
     for slot in optimizer.walk(changes=changes):
         owner, _ = _owner_of(slot.weights)
-        if owner.arrival is not None:  # a gather of the old weights is still on its way
+        if owner.arrival is not None:  # a gather of the old weights is not finished
             owner.arrival()
         for array in (slot.weights.data, *slot.state.values()):
             yield array.reshape(-1)
@@ -166,39 +165,38 @@ def state_arrays(
 
 
 def _in_common(strategy: Strategy) -> Iterator[tuple[str, str, Array]]:
-    """(kind, name, array) of what ranks that have diverged have in common; nothing of other
+    """Yield (kind, name, array) of the common state of ranks that have diverged; nothing for other
     strategies."""
     return iter(()) if strategy.diverged is None else strategy.diverged.common_state()
 
 
 def ranks_apart(keys: Iterable[str]) -> int:
-    """How many ranks have a state of their own, by the keys of their places; 0: the state is of all
-    together."""
+    """Return the number of ranks that have a state of their own, by the keys of their places; 0:
+    all ranks share one state."""
     kinds = {key.partition("/")[0].partition(OF_RANK)[2] for key in keys}
     return len(kinds - {""})
 
 
 def taken_by(key: str) -> int:
-    """The rank whose own state the key of a place belongs to; -1: that of all together."""
+    """Return the rank whose own state the key of a place belongs to; -1: the common state."""
     number = key.partition("/")[0].partition(OF_RANK)[2]
     return int(number) if re.fullmatch("[0-9]{1,9}", number) else -1
 
 
 def of_rank(place: Place, rank: int) -> Place:
-    """The same place of another rank's own state; a place of all together stays."""
+    """Return the same place in another rank's own state; a place of the common state stays."""
     kind, own, _ = place.kind.partition(OF_RANK)
     return place._replace(kind=f"{kind}{own}{rank}") if own else place
 
 
 def of_all(place: Place) -> Place:
-    """The place of all together whose numbers a rank begins with that has had no state of its own
-    so far."""
+    """Return the place in the common state that a rank without a state of its own begins with."""
     return place._replace(kind=place.kind.partition(OF_RANK)[0])
 
 
 def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
-    """What is no array, of this rank: how often each whole tensor was updated, and the precision's
-    state; as JSON."""
+    """Return this rank's state that is not in arrays, as JSON: the number of updates of each whole
+    tensor, and the precision's state."""
     kept = described(strategy, whole_names(strategy))
     diverged = strategy.diverged
     return {
@@ -214,7 +212,7 @@ def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def merged_state(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The small_state of all ranks as one: tables are joined, the rest is equal on all."""
+    """Return the small_state of all ranks as one: tables are joined, the rest is equal on all."""
     merged: dict[str, Any] = {}
     for small in ranks:
         for name, value in small.items():
@@ -227,7 +225,7 @@ def merged_state(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def set_small_state(
     strategy: Strategy, optimizer: Optimizer, state: dict[str, Any], rank: int
 ) -> None:
-    """Take over a merged small_state. Rank 0 says what is left out."""
+    """Load a merged small_state. Rank 0 prints what is left out."""
     for name, slot in _slots_by_name(strategy, optimizer):
         slot.steps = state["updates"].get(name, 0)
     strategy.precision.load_state(state["precision"])
@@ -255,8 +253,8 @@ def _names(strategy: Strategy) -> dict[Parameter, str]:
 
 
 def _owner_of(weights: Any) -> tuple[Parameter, range]:
-    """The parameter that an optimizer's tensor belongs to, and which of its elements: a Piece's, or
-    all."""
+    """Return the parameter that an optimizer's tensor belongs to, and the elements that it has: a
+    Piece's, or all."""
     if isinstance(weights, Piece):
         return weights.parameter, weights.part
     owner = getattr(weights, "parameter", weights)  # a Master has one
@@ -272,7 +270,7 @@ def _whole_shape(owner: Parameter) -> tuple[int, ...]:
 
 
 def _runs_of(owner: Parameter, part: range) -> np.ndarray:
-    """The runs of elements `part` of a parameter."""
+    """Return the runs of elements `part` of a parameter."""
     if not part:
         return np.empty((0, 2), np.int64)
     if not isinstance(owner, WeightShard):
@@ -290,7 +288,7 @@ def _runs_of(owner: Parameter, part: range) -> np.ndarray:
 
 
 def overlap(have: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """What two arrays have in common.
+    """Return the numbers that two arrays have in common.
 
     Args:    have, want: their runs; no run of an array overlaps another of the same.
     Returns: (n, 3) int64: offset in the one, offset in the other, length; each row is one copy of
@@ -308,7 +306,8 @@ def overlap(have: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def _offsets(runs: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Where in an array of these runs the positions lie; -1 for those that it does not have."""
+    """Return the offsets of positions in an array of these runs; -1 for positions that it does not
+    have."""
     if not len(runs):
         return np.full(len(positions), -1, np.int64)
     begins = np.cumsum(runs[:, 1] - runs[:, 0]) - (runs[:, 1] - runs[:, 0])
@@ -319,7 +318,8 @@ def _offsets(runs: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _joined(copies: np.ndarray) -> np.ndarray:
-    """Copies of which one goes on where the one before ends, as one."""
+    """Return the copies with neighbouring ones joined: each that begins where the one before
+    ends."""
     if len(copies) < 2:
         return copies
     copies = copies[np.argsort(copies[:, 0])]
@@ -333,8 +333,8 @@ def _joined(copies: np.ndarray) -> np.ndarray:
 
 
 def stripes_of(runs: np.ndarray) -> list[list[int]]:
-    """Runs in short: [start, length, step, count] for each group of runs of one length at equal
-    distances."""
+    """Return runs in short form: [start, length, step, count] for each group of runs of one length
+    at equal distances."""
     stripes: list[list[int]] = []
     for start, stop in runs.tolist():
         if stripes and stripes[-1][1] == stop - start:
@@ -348,7 +348,7 @@ def stripes_of(runs: np.ndarray) -> list[list[int]]:
 
 
 def runs_of(stripes: Sequence[Sequence[int]]) -> np.ndarray:
-    """The inverse of stripes_of."""
+    """Return the runs of stripes: the inverse of stripes_of."""
     starts = [
         start + step * np.arange(count)[:, None] + [0, length]
         for start, length, step, count in stripes

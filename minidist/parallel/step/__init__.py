@@ -1,1 +1,2 @@
-"""Chapter 00 and what every strategy shares: part of a batch, the optimizer step, the recorder."""
+"""Chapter 00 and the common parts of every strategy: part of a batch, the optimizer step, the
+recorder."""

@@ -1,10 +1,10 @@
-"""Flat shards: parameters one after another in one vector, of which each rank owns a chunk.
+"""Flat shards: parameters one after another in one vector; each rank owns a chunk of it.
 
     parameters     |  w (3, 2)  | b (2) |    v (5)    |      13 elements
     chunks, P=3    |     r0     |    r1    |   r2     |      5 + 4 + 4: numpy.array_split
 
-A chunk's edges fall anywhere, also inside a parameter, so shards differ by at most one element,
-whatever the shapes. An optimizer is given the pieces of parameters that lie in the chunk.
+A chunk's edges fall anywhere, also inside a parameter, so shards differ by at most one element, for
+any shapes. An optimizer is given the pieces of parameters that lie in the chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,10 +28,10 @@ class Piece:
     """A rank's part of one parameter, which the optimizer updates; it may be empty.
 
     It keeps the parameter's number of dims, (1, …, n). A rule over parameters is given the whole
-    one.
+    parameter.
 
     Attributes: name, data, grad: views of the shards, so always up to date; part: its positions in
-    the parameter.
+                the parameter.
     """
 
     def __init__(self, parameter: Parameter, data: Array, grad: Array, part: range) -> None:
@@ -65,19 +65,19 @@ class Flat:
         )
 
     def chunk_spans(self, chunk: slice | None = None) -> Iterator[tuple[Parameter, slice, range]]:
-        """(parameter, its piece's place in a chunk, the piece's positions in the flattened
-        parameter): this rank's."""
+        """Yield (parameter, its piece's place in a chunk, the piece's positions in the flattened
+        parameter); default: of this rank's chunk."""
         return spans_within(
             [(parameter, range(parameter.size)) for parameter in self.parameters],
             chunk or self.chunk,
         )
 
     def views(self, vector: Array) -> Iterator[tuple[Parameter, Array]]:
-        """(parameter, its place in `vector` in its own shape)."""
+        """Yield (parameter, its place in `vector` in its own shape)."""
         return views(self.parameters, vector)
 
     def pieces(self, weights: Array, gradients: Array) -> list[Piece]:
-        """A piece of every parameter, over this rank's chunks of the weights and of their
+        """Return a piece of every parameter, over this rank's chunks of the weights and of their
         gradients."""
         return [
             Piece(p, weights[place], gradients[place], part)
@@ -91,7 +91,8 @@ class Flat:
 
 
 def views(run: Sequence[Parameter], vector: Array) -> Iterator[tuple[Parameter, Array]]:
-    """(parameter, its place in `vector` in its own shape), for parameters one after another."""
+    """Yield (parameter, its place in `vector` in its own shape), for parameters one after
+    another."""
     start = 0
     for parameter in run:
         yield parameter, vector[start : start + parameter.size].reshape(parameter.shape)
@@ -99,7 +100,7 @@ def views(run: Sequence[Parameter], vector: Array) -> Iterator[tuple[Parameter, 
 
 
 def join(run: Sequence[Parameter], *, copy: bool = True) -> Array:
-    """As Flat.join."""
+    """Move the parameters' data into one new vector, as Flat.join."""
     vector = empty_like(run[0].data, sum(parameter.size for parameter in run), "parameters")
     for parameter, view in views(run, vector):
         if copy:
@@ -109,7 +110,7 @@ def join(run: Sequence[Parameter], *, copy: bool = True) -> Array:
 
 
 def settle_in_vector(run: Iterable[Parameter]) -> None:
-    """Let `data` of these parameters stay a view of their vector (Parameter.in_vector)."""
+    """Fix `data` of these parameters as a view of their vector (Parameter.in_vector)."""
     for parameter in run:
         parameter.in_vector = True
 
@@ -122,15 +123,15 @@ def forget(parameters: Iterable[Parameter], xp: Any) -> None:
 
 
 def empty_like(array: Array, size: int, category: str) -> Array:
-    """A vector on `array`'s device, of its dtype, told to the memory account."""
+    """Return a vector on `array`'s device, of its dtype, counted by the memory account."""
     return account.current().hold(array_module(array).empty(size, array.dtype), category)
 
 
 def trainable(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """The parameters that are not frozen: what a strategy trains.
+    """Return the parameters that are not frozen: those that a strategy trains.
 
-    One of them may be frozen later; the optimizer then leaves it as it is. Another that begins to
-    learn later has no gradient's place and no state: its first backward raises ConfigError.
+    One of them may be frozen later; the optimizer then leaves it as it is. A parameter that begins
+    to learn later has no place for a gradient and no state: its first backward raises ConfigError.
     Raises:  ConfigError if there is none.
     """
     chosen = []
@@ -163,8 +164,8 @@ def left_out(parameter: Parameter) -> None:
 
 
 def sum_in_order(group: Group, value: float) -> float:
-    """The ranks' numbers added in rank order: the same bits on every rank and transport. Counted
-    under `control`."""
+    """Return the ranks' numbers added in rank order: the same bits on every rank and transport.
+    Counted under `control`."""
     with group.ledger.control():
         values = np.empty(group.size)
         group.all_gather(np.array([value], dtype=np.float64), out=values, algorithm="ring")

@@ -1,9 +1,9 @@
-"""A step's loss, on its way from the device: its reader waits for it, and the step does not.
+"""A step's loss that arrives later from the device: its reader waits for it, and the step does not.
 
-On a GPU the host runs ahead: it launches the kernels of a step long before they run. To read a
-number in between would stop the host until the GPU has come so far, and then the GPU until the next
-launch. So a pass's loss is copied to pinned memory behind the pass, and read when it is asked for.
-On a CPU it is there at once.
+On a GPU the host runs ahead: it launches the kernels of a step long before they run. If it read a
+number in between, it would wait for the GPU to finish all earlier kernels, and then the GPU would
+wait for the next launch. So a pass's loss is copied to pinned memory after the pass, and read when
+the program asks for it. On a CPU it is there at once.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ from minidist.device.backend import Array, array_module, device_of, pinned
 
 class LateLoss:
     """The sum of the losses of a step's passes. Its maker keeps it until it is done, because a copy
-    is on its way.
+    to it is in progress.
 
-    Args:    known: losses that are there already.
+    Args:    known: losses that have arrived already.
     """
 
     def __init__(self, *known: float) -> None:
@@ -33,11 +33,11 @@ class LateLoss:
             self._shares.append(_copied(loss.data))
 
     def done(self) -> bool:
-        """Whether wait() would return at once."""
+        """Return whether wait() would return at once."""
         return all(event is None or event.done for _, event in self._shares)
 
     def wait(self) -> float:
-        """The loss, passes added in their order."""
+        """Return the loss, passes added in their order."""
         total = 0.0
         for share, event in self._shares:
             if event is not None:
@@ -47,7 +47,7 @@ class LateLoss:
 
 
 def _copied(number: Array) -> tuple[Any, Any]:
-    """Where it will be on the host, and the event that says when."""
+    """Return the host array that will hold the number, and the event after its copy."""
     host = pinned(number.shape, number.dtype)
     number.get(out=host, blocking=False)
     event = array_module(number).cuda.Event(disable_timing=True)

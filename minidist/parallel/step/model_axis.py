@@ -1,10 +1,11 @@
-"""Axes inside a replica: ranks that divide one model, and what a step asks about its weights.
+"""Axes inside a replica: ranks that divide one model, and two facts about its weights that a step
+needs.
 
 Tensor, context, expert and pipeline parallelism divide a model, or the tokens that it works on,
-when their objects are made. After that each answers two questions about a gradient. They need an
-answer because some gradients are still summands after the last backward, one on each rank:
+when their objects are made. After that each object answers two questions about a gradient, because
+some gradients are still summands after the last backward, one on each rank:
 
-    what                                               summed over      counted in the norm by
+    weight                                             summed over      counted in the norm by
     a shard                                            -                the rank that has it
     a shard that several ranks hold (key heads)        those ranks      the first of them
     a whole weight, the same gradient on all ranks     -                the first rank
@@ -41,8 +42,8 @@ class ModelAxis:
         return None
 
     def counts(self, parameter: Parameter) -> bool:
-        """Return whether this rank counts a gradient in the norm: of the ranks that have it, one
-        does."""
+        """Return whether this rank counts a gradient in the norm: only one of the ranks that have
+        it does."""
         return True
 
     def check_shared(self, *, when: str) -> None:

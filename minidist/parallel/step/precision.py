@@ -1,4 +1,4 @@
-"""The dtype of a strategy's weights, and what it changes in backward and in the update.
+"""The dtype of a strategy's weights, and its effect on backward and on the update.
 
 A strategy leaves these to its Precision, so its step reads the same in every precision. Precision
 itself is the plain one: weights, gradients and arithmetic share one dtype, and weights are their
@@ -24,38 +24,38 @@ all."""
 class Precision:
     """One dtype for everything: the model's own, float64 or float32.
 
-    Attributes: skipped: steps whose update was left out; none, but for float16's that overflowed.
+    Attributes: skipped: steps whose update was left out; none, except float16's that overflowed.
     """
 
     skipped = 0
 
     @property
     def scale(self) -> float:
-        """Return what backward multiplies the loss by: 1, but for float16's."""
+        """The factor by which backward multiplies the loss: 1, except float16's."""
         return 1.0
 
     def masters(self, parameters: Iterable[Parameter]) -> list[Any]:
-        """Return the optimizer's tensors, for whole parameters: here the parameters themselves."""
+        """Return the optimizer's tensors for whole parameters: here the parameters themselves."""
         return list(parameters)
 
     def master(self, weights: Array, spans: Iterable[Span]) -> Array:
-        """Return the optimizer's array for a contiguous array of weights, of which `spans` tells
-        the parts: here itself."""
+        """Return the optimizer's array for a contiguous array of weights with these `spans`: here
+        the array itself."""
         return weights
 
     def state_dict(self, model: Module) -> dict[str, np.ndarray]:
-        """Return copies of a model's weights on the host, by dotted path, where this rank has all
+        """Return copies of a model's weights on the host, by dotted path; this rank must have all
         of them."""
         return model.state_dict()
 
     def state(self) -> dict[str, Any]:
-        """Return what else than the masters changes from step to step, as JSON: how many steps
-        were skipped."""
+        """Return the state other than the masters that changes from step to step, as JSON: the
+        number of skipped steps."""
         return {"skipped": self.skipped}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` of any precision returned; and masters are new, so round them to
-        the weights."""
+        """Load what `state` of any precision returned; the masters are new, so round them to the
+        weights."""
         self.skipped = state["skipped"]
 
     def backward(
@@ -66,12 +66,12 @@ class Precision:
         defer_weights: bool = False,
         surveyed: Surveyed | None = None,
     ) -> list[WeightGradient]:
-        """Backward from the loss, or from what a later stage gave the gradient `dy` for; as
-        Tensor.backward."""
+        """Run backward from the loss, or from an activation whose gradient `dy` a later stage gave;
+        as Tensor.backward."""
         return loss.backward(dy, defer_weights=defer_weights, surveyed=surveyed)
 
     def backward_weights(self, put_off: Iterable[WeightGradient]) -> None:
-        """Compute the gradients that a backward put off."""
+        """Compute the gradients that a backward deferred."""
         for gradient in put_off:
             gradient()
 
@@ -83,8 +83,8 @@ class Precision:
         lr: float | None,
         clip: float | None,
     ) -> None:
-        """The optimizer's step, with gradients scaled so that their norm is at most `clip` (None:
-        as they are).
+        """Make the optimizer's step, with gradients scaled so that their norm is at most `clip`
+        (None: as they are).
 
         The optimizer scales as it reads, so clipping costs one pass over the gradients.
         Args:    squares: finds the sum of the squares of the whole gradient, the same number on

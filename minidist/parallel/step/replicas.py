@@ -1,5 +1,5 @@
-"""Which ranks share a parameter, and whether they hold the same weights: a digest tells, for eight
-bytes a rank."""
+"""The ranks that share a parameter, and a check that they hold the same weights: a digest of eight
+bytes per rank."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from minidist.errors import MismatchError
 
 
 def sharers(run: Sequence[Parameter], group: Group) -> Group:
-    """The ranks that share a run of parameters: `group`, unless `shared_by` of the run names
+    """Return the ranks that share a run of parameters: `group`, unless `shared_by` of the run names
     others."""
     shared: Group | None = run[0].shared_by
     return group if shared is None else shared
@@ -25,7 +25,7 @@ def check_equal_replicas(parameters: Iterable[Any], group: Group, *, when: str) 
 
     Args:    group: the ranks that share a parameter, unless its `shared_by` names others; when: for
              the error.
-    Cost:    one all-gather of 8 bytes a rank and group, counted under `control`; hashing reads
+    Cost:    one all-gather of 8 bytes per rank and group, counted under `control`; hashing reads
              every weight once.
     Raises:  MismatchError on every rank, naming the ranks whose weights differ from rank 0's.
     """
@@ -47,7 +47,8 @@ def check_equal_replicas(parameters: Iterable[Any], group: Group, *, when: str) 
 
 
 def weights_digest(state: dict[str, np.ndarray]) -> str:
-    """SHA-256 over weights in the order of their names, as little-endian bytes without padding."""
+    """Return the SHA-256 over weights in the order of their names, as little-endian bytes without
+    padding."""
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(

@@ -1,8 +1,8 @@
 """Schemes: gradients travel between the ranks that sum them as they are, or in fewer bytes by a
 scheme of parallel/compress/ (chapter 21).
 
-A data axis hands each bucket to its Scheme when the bucket's gradients are final, and gets a call
-under way.
+A data axis passes each bucket to its Scheme when the bucket's gradients are final, and gets a
+pending call.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class GradientRun(NamedTuple):
     """A bucket as a scheme sees it (with local steps: a stretch of a fragment), from the first step
     to the last.
 
-    Attributes: spans: (parameter, which elements of it when flattened), one after another in the
-    bucket.
+    Attributes: spans: (parameter, the elements of it when flattened), one after another in the
+                bucket.
                 group: the ranks that sum it; verb: "all_reduce", or "reduce_scatter" (ZeRO-1,
                 ZeRO-2).
     """
@@ -39,7 +39,7 @@ class GradientRun(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return sum(len(part) for _, part in self.spans)
 
     @property
@@ -49,7 +49,7 @@ class GradientRun(NamedTuple):
 
 @entries  # error messages then name the strategy's line as the caller
 class Scheme:
-    """Gradients travel as they are, by collectives of the given algorithm.
+    """The plain scheme: gradients are sent as they are, by collectives of the given algorithm.
 
     Attributes: name; runs: the buckets, by index
                 errors: ("worker" or "server", index) -> what was not sent, and is added to the next
@@ -73,7 +73,7 @@ class Scheme:
         self.runs = runs
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Know the optimizer, once, before the first step. Raises: ConfigError if the scheme needs
+        """Take the optimizer, once, before the first step. Raises: ConfigError if the scheme needs
         another."""
 
     def begin_step(self, scale: float = 1.0) -> None:
@@ -85,13 +85,13 @@ class Scheme:
         self.counters.update(steps=self.counters["steps"] + 1, scale=scale)
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:
-        """Begin to sum a bucket (n,) over its group; after wait() it holds the sum, the same bits
+        """Start to sum a bucket (n,) over its group; after wait() it holds the sum, the same bits
         on every rank."""
         return self.runs[index].group.start_all_reduce(bucket, out=bucket, algorithm=self.algorithm)
 
     def start_reduce_scatter(self, index: int, bucket: Array, out: Array) -> Pending:
-        """Begin to sum a bucket (n,); after wait() `out`, perhaps a part of it, holds this rank's
-        chunk of the sum."""
+        """Start to sum a bucket (n,); after wait() `out`, which may be a part of it, holds this
+        rank's chunk of the sum."""
         return self.runs[index].group.start_reduce_scatter(
             bucket, out=out, algorithm=self.algorithm
         )

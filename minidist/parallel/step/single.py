@@ -2,10 +2,10 @@
 
     disk --data--> CPU --batch--> device:  forward -> loss -> backward -> clip -> optimizer
 
-One process holds everything and sees the whole batch. It is the yardstick: "parallel equals serial"
+One process holds everything and sees the whole batch. It is the reference: "parallel equals serial"
 means this serial.
 
-What fills the memory, for Ψ parameters (bytes):
+The memory, for Ψ parameters (bytes):
 
                      float32 + Adam     mixed precision + Adam (the notes)
     parameters       4Ψ                 2Ψ   (fp16)
@@ -15,7 +15,7 @@ What fills the memory, for Ψ parameters (bytes):
     activations      grow with batch × context × width × layers, and with context² where scores are
                      kept; A passes (`accumulate`) keep those of one pass at a time
 
-Both columns give 16 bytes a parameter, for different reasons.
+Both columns give 16 bytes per parameter, for different reasons.
 
 Cost:    no messages.
 notes:   N0 无并行训练, N2 显存占用分析, N4 §4
@@ -58,8 +58,8 @@ class Single(DataAxis):
 
     Args:    loss: of a batch (default: `model.loss`); precision: of weights and update (default:
              one dtype for all).
-             recorder: is told what runs when.
-    Attributes: parameters: what the optimizer is made of.
+             recorder: gets the spans of work.
+    Attributes: parameters: the arguments for the optimizer.
     """
 
     divides_state = False
@@ -81,7 +81,7 @@ class Single(DataAxis):
         self._late: list[LateLoss] = []  # of steps that the device may still be at
 
     def part_of(self, batch: Batch) -> Part:
-        """The whole batch."""
+        """Return the whole batch."""
         return Part(*batch, first=0)
 
     def backward(
@@ -100,11 +100,11 @@ class Single(DataAxis):
             return self.precision.backward(share, dy, defer_weights=defer)
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Compute the gradients that a backward has put off."""
+        """Compute the gradients that a backward has deferred."""
         self.precision.backward_weights(deferred)
 
     def finish_step(self) -> None:
-        """Weights that no pass has reached have a gradient of zero."""
+        """Give weights that no pass has reached a gradient of zero."""
         zero_unused(self.weights)
 
     def conclude(
@@ -116,11 +116,12 @@ class Single(DataAxis):
         lr: float | None,
         clip: float | None,
     ) -> LateLoss:
-        """As Strategy's; on a GPU the loss is still on its way, and the host goes on."""
+        """Make the update and return the loss, as Strategy.conclude; on a GPU the host continues
+        before the loss arrives."""
         self.update(optimizer, lr=lr, clip=clip)
         self._late = [late for late in self._late if not late.done()] + [share]
         return share
 
     def updated(self) -> list[tuple[Parameter, Parameter]]:
-        """All parameters that learn."""
+        """Return all parameters that learn."""
         return [(parameter, parameter) for parameter in self.weights]

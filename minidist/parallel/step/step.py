@@ -1,5 +1,5 @@
-"""What every strategy does before and after its passes: take its part of the batch; give what is
-unused a gradient."""
+"""The common work of every strategy before and after its passes: take its part of the batch; give
+unused parameters a gradient."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from minidist.nn.layers import DropoutKey
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's rows of a global batch; `first` is the number of its first row there."""
+    """A rank's rows of a global batch; `first` is the number of the first of these rows there."""
 
     inputs: Array
     targets: Array
@@ -30,16 +30,16 @@ Loss = Callable[[Part, int], Tensor]
 
 
 def loss_of(model: Any) -> Loss:
-    """The loss that a model brings along: `model.loss(inputs, targets, divisor)`."""
+    """Return the model's own loss: `model.loss(inputs, targets, divisor)`."""
     return lambda part, divisor: model.loss(part.inputs, part.targets, divisor)
 
 
 def part_of(batch: Batch, *, size: int, rank: int) -> Part:
-    """Rank `rank`'s rows of a global batch, cut in `numpy.array_split` order; views, nothing is
-    copied.
+    """Return rank `rank`'s rows of a global batch, cut in `numpy.array_split` order; views, nothing
+    is copied.
 
     The first `B % size` ranks get one row more; with fewer rows than ranks the last ranks get none.
-    A rank that was given its own rows alone has all of them.
+    A rank that was given only its own rows has all of them.
     """
     inputs, targets = batch
     if isinstance(batch, RankBatch) and batch.rows is not None:
@@ -49,14 +49,14 @@ def part_of(batch: Batch, *, size: int, rank: int) -> Part:
 
 
 def rows_of(rows: int, *, size: int, rank: int) -> tuple[int, int]:
-    """(the number of rank `rank`'s rows, the number of its first row), in `numpy.array_split`
-    order."""
+    """Return (the number of rank `rank`'s rows, the number of its first row), in
+    `numpy.array_split` order."""
     each, more = divmod(rows, size)
     return each + (rank < more), rank * each + min(rank, more)
 
 
 def micro_parts(part: Part, count: int) -> list[Part]:
-    """A rank's part in `count` passes, cut as `part_of` does, some without a row. Raises:
+    """Return a rank's part in `count` passes, cut as `part_of` does, some without a row. Raises:
     ConfigError if count < 1."""
     if count < 1:
         raise ConfigError(f"accumulate={count}: a step has at least one backward pass")
@@ -70,7 +70,7 @@ def zero_unused(parameters: Iterable[Parameter]) -> None:
     """Give a zero gradient to each parameter that this step's backward did not reach.
 
     So an unused parameter means the same on one process and on many, where another rank may have
-    used it: its gradient is zero, and momentum and weight decay go on.
+    used it: its gradient is zero, and momentum and weight decay continue.
     """
     for parameter in parameters:
         if parameter.grad is None:

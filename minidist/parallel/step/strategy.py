@@ -1,15 +1,15 @@
-"""One protocol: what a Trainer asks of any strategy, and what chapter 17 asks of the strategy of a
-data axis.
+"""One protocol: the interface of a strategy for a Trainer, and of the strategy of a data axis for
+chapter 17.
 
-The step is one loop (`start_step`) for one process, DDP, ZeRO, pipelines and all that is composed
-of them; a chapter says what its parts do:
+The step is one loop (`start_step`) for one process, DDP, ZeRO, pipelines and all combinations of
+them; a chapter defines its parts:
 
     begin_step         forget the gradients of the previous step
     run                forward and backward of some rows: for each pass of the rank's rows
-    finish_step        sum what is still to be summed over ranks
+    finish_step        sum the gradients that are not yet summed over ranks
     conclude           the loss of the whole batch, and the optimizer's step
 
-Where a step has other parts, a strategy has its own `start_step`: servers, replicas in one process,
+If a step has other parts, a strategy has its own `start_step`: servers, replicas in one process,
 local steps, and PipeDream.
 
 A data axis (DDP, ZeRO, one process) runs a pass in three parts: begin_pass, forward, backward; the
@@ -41,8 +41,8 @@ from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts,
 
 
 class Collective(NamedTuple):
-    """A collective of a step, of an array of `nbytes`; `once`: made by this group alone, and by no
-    group like it."""
+    """A collective of a step, of an array of `nbytes`; `once`: only this group makes the call;
+    parallel groups do not."""
 
     verb: str
     nbytes: int
@@ -53,14 +53,14 @@ class Collective(NamedTuple):
 
 
 class Strategy(ABC):
-    """Trains a model, a step at a time.
+    """The training of a model, a step at a time.
 
-    Attributes: model, loss, precision, recorder; parameters: what the optimizer is made of.
-                asynchronous: each rank makes steps of its own, so the ranks are never together
-                between two steps.
-                diverged: of ranks with weights and state of their own (local steps): what they have
-                in common.
-                scheme: how gradients travel, where a strategy lets one choose.
+    Attributes: model, loss, precision, recorder; parameters: the arguments for the optimizer.
+                asynchronous: each rank makes steps of its own, so the ranks are never at the same
+                step.
+                diverged: the common state, if ranks have weights and state of their own (local
+                steps).
+                scheme: the form in which gradients are sent, if the strategy has a choice.
     """
 
     model: Module
@@ -86,13 +86,13 @@ class Strategy(ABC):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same
-        on every rank.
+        """Make one step on the *global* batch, the same on every rank; return its mean loss, the
+        same on every rank.
 
         Args:    optimizer: made of `self.parameters`; lr: the learning rate of this step (None: the
                  optimizer's own).
-                 clip: bound of the norm of the whole gradient; accumulate: in how many passes a
-                 rank takes its rows.
+                 clip: bound of the norm of the whole gradient; accumulate: the number of passes
+                 for a rank's rows.
         """
         return self.start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate).wait()
 
@@ -105,7 +105,7 @@ class Strategy(ABC):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> LateLoss:
-        """As `step`; on a GPU the loss may still be on its way."""
+        """Make a step, as `step`; on a GPU the loss may not have arrived yet."""
         self.begin_step()
         loss = LateLoss()  # this rank's share of it
         for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
@@ -120,11 +120,11 @@ class Strategy(ABC):
         raise NotImplementedError
 
     def part_of(self, batch: Batch) -> Part:
-        """This rank's rows of a global batch; views, and perhaps none."""
+        """Return this rank's rows of a global batch; views, and perhaps none."""
         raise NotImplementedError
 
     def run(self, part: Part, *, divisor: int, last: bool) -> Tensor | float | None:
-        """Forward and backward of some rows: add their gradients.
+        """Run forward and backward of some rows: add their gradients.
 
         Args:    divisor: the targets of all ranks' rows; last: no other pass of the step follows.
         Returns: this rank's share of the mean loss: the sum of its losses over `divisor`; None: zero.
@@ -132,7 +132,7 @@ class Strategy(ABC):
         raise NotImplementedError
 
     def finish_step(self) -> None:
-        """After the last pass: sum the gradients over the ranks, where no pass has done it."""
+        """Sum the gradients over the ranks after the last pass, if no pass has done it."""
         raise NotImplementedError
 
     def conclude(
@@ -153,15 +153,15 @@ class Strategy(ABC):
     # --------------------------------------------------------------------------------------- weights
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted
-        path."""
+        """Return copies of all weights, in mixed precision the masters, whole, on the host, by
+        dotted path."""
         return self.precision.state_dict(self.model)
 
     def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
-        """Weights that no gradient moves, as the bias of a gate: each with the elements that this
-        rank has of it.
+        """Yield weights that no gradient changes, as the bias of a gate: each with the elements
+        that this rank has of it.
 
-        Their numbers are flat and live until the next is asked for; `changes`: what is written is
+        Their numbers are flat and valid until the next is requested; `changes`: writes to them are
         kept.
         """
         for p in self.model.parameters():
@@ -169,41 +169,42 @@ class Strategy(ABC):
                 yield p, range(p.size), p.data.reshape(-1)
 
     def state_replaced(self) -> None:  # noqa: B027 - where weights lie in one place, nothing follows
-        """The optimizer's tensors were written from outside: bring the weights that follow from
-        them up to date.
+        """Update the weights that follow from the optimizer's tensors, after these were written
+        from outside.
 
         Every rank calls it.
         """
 
     def summand_of(self, parameter: Parameter) -> tuple[int, int]:
-        """(which, of how many): beside the data axis, over whose ranks the gradient of a parameter
-        is summed."""
+        """Return (index, count) of this rank among the ranks outside the data axis that also sum
+        this gradient."""
         return 0, 1
 
     def traffic(self, passes: int) -> list[Collective]:
-        """The collectives of gradients and weights in a step of so many backward passes; none on
-        one rank."""
+        """Return the collectives of gradients and weights in a step of `passes` backward passes;
+        none on one rank."""
         return []
 
     # ----------------------------------------------------------------------------------- evaluation
 
     def evaluating(self) -> AbstractContextManager[Any]:
-        """Where `loss_share` may be called; at its end what evaluation has gathered is freed."""
+        """Context manager: `loss_share` may be called inside; at its end weights that evaluation
+        gathered are freed."""
         return nullcontext()
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
-        """(group, k): its first k ranks divide the rows of an evaluation. `everyone`: the ranks
-        left."""
+        """Return (group, k): the first k ranks of the group divide the rows of an evaluation.
+        `everyone`: the ranks left."""
         return everyone, everyone.size
 
     def loss_share(self, part: Part) -> float:
-        """The sum of the losses of some rows, of which this rank may have none; without
-        gradients."""
+        """Return the sum of the losses of some rows, without gradients; this rank may have no
+        row."""
         return float(self.loss(part, 1).item()) if len(part.inputs) else 0.0
 
     def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
-        """Losses and tokens of all readers, in rank order. Cost: one all-gather of two float64 a
-        rank, `control`."""
+        """Return losses and tokens of all readers, added in rank order. Cost: one all-gather of two
+        float64 per rank, `control`."""
         with group.ledger.control():
             shares = np.empty((group.size, 2))
             group.all_gather(np.array([[loss, tokens]], dtype=np.float64), out=shares)
@@ -211,7 +212,7 @@ class Strategy(ABC):
         return float(sums[0]), float(sums[1])
 
     def finish(self) -> Collection[int]:
-        """After the last step. Returns the ranks that were lost on the way."""
+        """End the training after the last step. Returns the ranks that were lost before."""
         return ()
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
@@ -258,30 +259,31 @@ class DataAxis(Strategy):
         self.first_copy = group.rank == 0
 
     def part_of(self, batch: Batch) -> Part:
-        """This rank's rows of a global batch; views, and perhaps none."""
+        """Return this rank's rows of a global batch; views, and perhaps none."""
         return part_of(batch, size=self.group.size, rank=self.group.rank)
 
     def set_segments(
         self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()
     ) -> None:
-        """The model runs in segments (stages), each some modules; in a pass by `order`: (segment,
-        whether forward)."""
+        """Split the model into segments (stages), each a list of modules; `order` lists (segment,
+        whether forward) of one pass."""
 
     def begin_step(self) -> None:
-        """As Strategy's."""
+        """Begin a step, as Strategy.begin_step."""
         self._summed = False
         self.model.zero_grad()
         if self.scheme is not None:
             self.scheme.begin_step(self.precision.scale)
 
     def begin_pass(self) -> None:
-        """A forward is about to run."""
+        """Prepare for a forward that is about to run."""
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
-        """This rank's share of the mean loss: the sum of its losses over `divisor`, the targets of
-        all ranks.
+        """Return this rank's share of the mean loss: the sum of its losses over `divisor`, the
+        targets of all ranks.
 
-        None without a row: a share of zero. With ZeRO-3 a rank without a row computes too.
+        Without a row it returns None: a share of zero. With ZeRO-3 a rank without a row computes
+        too.
         """
         return self.loss(part, divisor) if len(part.inputs) or self.computes_without_rows else None
 
@@ -301,16 +303,16 @@ class DataAxis(Strategy):
         Args:    share: what forward gave, None without a row; dy: its gradient, where it is an
                  activation and no loss.
                  segment: the number of the segment that computed it.
-                 defer: put off the gradients of weights, and return them for backward_weights; not
-                 in the last.
+                 defer: do not compute the gradients of weights, but return them for
+                 backward_weights; not in the last.
         """
 
     @abstractmethod
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Compute what a backward of the segment has put off."""
+        """Compute the gradients that a backward of the segment has deferred."""
 
     def run(self, part: Part, *, divisor: int, last: bool) -> Tensor | None:
-        """As Strategy's."""
+        """Run forward and backward of some rows, as Strategy.run."""
         self.begin_pass()
         with self.recorder.span("forward", rows=len(part.inputs)):
             share = self.forward(part, divisor=divisor)
@@ -318,7 +320,7 @@ class DataAxis(Strategy):
         return share
 
     def finish_step(self) -> None:
-        """All backwards of the step are over: sum the gradients, unless one of them was the
+        """Sum the gradients when all backwards of the step are over, unless one of them was the
         last."""
         if not self._summed:  # nothing to compute: this only starts the sums (all, in a pipeline)
             self.backward(None)
@@ -332,7 +334,8 @@ class DataAxis(Strategy):
         lr: float | None,
         clip: float | None,
     ) -> LateLoss:
-        """As Strategy's. Cost: one all-gather of a record a rank, under `control`."""
+        """Make the update and return the loss, as Strategy.conclude. Cost: one all-gather of a
+        record per rank, under `control`."""
         mine = share.wait()
         with self.recorder.span("loss", "communication", share=mine):
             loss = add_losses(self.group, mine, batch)
@@ -341,8 +344,8 @@ class DataAxis(Strategy):
 
     @abstractmethod
     def updated(self) -> list[tuple[Parameter, Any]]:
-        """The parameters that learn, each with what this rank updates of it: itself, or with ZeRO a
-        piece."""
+        """Return the parameters that learn, each with the part that this rank updates: itself, or
+        with ZeRO a piece."""
 
     def squares(self) -> float | Array:
         """Return the sum of the squares of the whole gradient, the same number on every rank.
@@ -359,13 +362,13 @@ class DataAxis(Strategy):
         clip: float | None,
         squares: Squares | None = None,
     ) -> None:
-        """The optimizer's step. Args: as `step`; squares: in place of this axis's, if others have
-        gradients too."""
+        """Make the optimizer's step. Args: as `step`; squares: in place of this axis's, if others
+        have gradients too."""
         with self.recorder.span("optimizer", **self.update_notes):
             self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
 
     def loss_share(self, part: Part) -> float:
-        """As Strategy's."""
+        """Return the sum of the losses of some rows, as Strategy.loss_share."""
         self.begin_pass()
         share = self.forward(part, divisor=1)
         return 0.0 if share is None else float(share.item())

@@ -1,12 +1,11 @@
 """Layers cut between the ranks of a tensor-parallel group, the edges of their regions, and a GPT
 cut so.
 
-A block has two regions, attention and MLP. In a region come a column linear, an elementwise or
-per-head function, and a row linear. Inside a region each rank works on its own columns, and nothing
-is sent:
+A block has two regions, attention and MLP. A region is a column linear, an elementwise or per-head
+function, and a row linear. Inside a region each rank works on its own columns, and nothing is sent:
 
-    x -- enter -- x W1[:, own columns] -- gelu, or attention of own heads -- y W2[own rows, :] --
-    leave -- + bias
+    x -- enter -- x W1[:, own columns] -- gelu, or attention of own heads --
+      -- y W2[own rows, :] -- leave -- + bias
 
 TensorRegion.enter and leave are Megatron's f and g (chapter 12). Chapter 13 replaces them by a
 gather and a scatter of the sequence. Only layers are replaced, so weights keep their names and the
@@ -45,23 +44,25 @@ from minidist.nn.weight_shard import ShardIndex, WeightShard
 
 
 class TensorRegion:
-    """The part of a layer in which each rank of `group` works on its own columns: what happens at
-    its two edges."""
+    """The part of a layer in which each rank of `group` works on its own columns, with the
+    communication at its two edges."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
     def enter(self, x: Tensor) -> Tensor:
-        """Megatron's f: x, whole on all ranks, stays as it is; backward all-reduces its
-        gradient."""
+        """Return x, whole on all ranks, as it is; backward all-reduces its gradient (Megatron's
+        f)."""
         return collectives.copy_to(x, group=self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Megatron's g: all-reduces the ranks' summands; backward leaves the gradient as it is."""
+        """Return the all-reduced sum of the ranks' summands; backward leaves the gradient as it is
+        (Megatron's g)."""
         return collectives.reduce_from(x, group=self.group)
 
     def sequences(self) -> Sequences:
-        """The tokens that a mixture's gate sees, which stands outside the region: all of them."""
+        """Return the tokens that a mixture's gate sees; it is outside the region, so it sees all of
+        them."""
         return Sequences()
 
 
@@ -103,9 +104,10 @@ class ColumnLinear(Module):
 
 
 class SharedKeysLinear(Module):
-    """Queries of this rank's heads, beside keys and values of one key head that several ranks hold.
+    """Queries of this rank's heads, and keys and values of one key head that several ranks hold.
 
-    They are two column linears: ZeRO must cut the shared columns alike on every rank that has them.
+    They are two column linears: ZeRO must cut the shared columns equally on every rank that has
+    them.
     Args:    queries, keys: the columns of every rank; sharers: the ranks that hold this rank's key
              head.
     """
@@ -138,8 +140,8 @@ class SharedKeysLinear(Module):
 
 
 class RowLinear(Module):
-    """y = Σ_r x_r W[rows of r, :] + b, which every rank has whole and adds after the sum; else it
-    would count P times.
+    """y = Σ_r x_r W[rows of r, :] + b; every rank has b whole and adds it after the sum, so that it
+    counts once and not P times.
 
     Args:    rows: of every rank (default: as numpy.array_split).
     """
@@ -178,9 +180,9 @@ class SplitMixture(Mixture):
     """A mixture whose experts' hidden numbers are divided: columns of gate and up, rows of down, of
     each expert.
 
-    The gate stands outside the region, whole on all ranks, so all ranks route alike. Tokens and the
-    weights of the results enter the region together; each rank's weighted sums are summands of what
-    leaves it. Shared experts are regions of their own.
+    The gate is outside the region, whole on all ranks, so all ranks route tokens in the same way.
+    Tokens and the weights of the results enter the region together; each rank's weighted sums are
+    summands of the region's output. Shared experts are regions of their own.
     """
 
     def __init__(self, mixture: Mixture, region: TensorRegion) -> None:
@@ -208,11 +210,11 @@ class SplitMixture(Mixture):
         experts.down = WeightShard(experts.down, rows, rank)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Tokens, or the gate's probabilities, enter the region."""
+        """Let tokens, or the gate's probabilities, enter the region."""
         return self.region.enter(x)
 
     def leave(self, y: Tensor) -> Tensor:
-        """The ranks' summands leave the region."""
+        """Let the ranks' summands leave the region."""
         return self.region.leave(y)
 
 
@@ -240,13 +242,13 @@ class SplitEmbedding(Embedding):
         return self.region.leave(ops.where(beside(mine[..., None], found.data), found, 0.0))
 
     def unembed(self, x: Tensor) -> Tensor:
-        """Logits of the own rows of a tied table: (…, width) -> (…, own rows)."""
+        """Return the logits of the own rows of a tied table: (…, width) -> (…, own rows)."""
         return ops.unembed(self.region.enter(x), self.weight)
 
 
 class SplitOutput(Output):
-    """Logits of a slice of the vocabulary: their loss without ever joining them. Args: vocabulary:
-    the whole's size."""
+    """Logits of a slice of the vocabulary: their loss is computed without joining them. Args:
+    vocabulary: the whole's size."""
 
     def __init__(self, vocabulary: int, region: TensorRegion) -> None:
         self.vocabulary = vocabulary
@@ -254,7 +256,7 @@ class SplitOutput(Output):
         self.first = even_slices(vocabulary, region.group.size)[region.group.rank].start
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
-        """As Output.loss, the same bits on every rank."""
+        """Return the loss, as Output.loss does; the same bits on every rank."""
         return collectives.split_cross_entropy(
             logits,
             targets,
@@ -265,7 +267,8 @@ class SplitOutput(Output):
         )
 
     def whole(self, logits: Tensor) -> Tensor:
-        """The logits of all ids, to generate text: an all-gather of `vocabulary` numbers a row."""
+        """Return the logits of all ids, to generate text: an all-gather of `vocabulary` numbers per
+        row."""
         return collectives.gather_copies(logits, dim=-1, group=self.region.group)
 
 
@@ -275,8 +278,8 @@ class SplitOutput(Output):
 def head_columns(
     heads: int, key_heads: int, head_width: int, shares: Sequence[tuple[range, range]]
 ) -> list[tuple[Array, Array]]:
-    """For each rank (the columns of its queries; those of its keys and values) in their common
-    weight, int64."""
+    """Return for each rank (the columns of its queries; those of its keys and values) in their
+    common weight, int64."""
 
     def of(first: int, chosen: range) -> Array:
         return index_range(*(head_width * (first + head) for head in (chosen.start, chosen.stop)))
@@ -288,8 +291,8 @@ def head_columns(
 
 
 def shared_numbers(config: GPTConfig, ranks: int) -> int:
-    """Numbers that all ranks together send in a step to sum the gradients of key heads that several
-    ranks hold.
+    """Return the count of numbers that all ranks together send in a step to sum the gradients of
+    shared key heads.
 
     A head held by c ranks costs 2(c-1) times its columns, with biases; if some are shared, all c
     add up to `ranks`.
@@ -301,8 +304,8 @@ def shared_numbers(config: GPTConfig, ranks: int) -> int:
 def split_attention(
     attention: CausalSelfAttention, region: TensorRegion, sharers: Group | None
 ) -> None:
-    """Leave this rank its heads, in place, whole; `sharers`: the ranks that also hold its key head,
-    or None."""
+    """Leave this rank its heads of an attention layer, in place; `sharers`: the ranks that also
+    hold its key head, or None."""
     group = region.group
     width = attention.head_width
     shares = head_shares(attention.heads, attention.key_heads, group.size)

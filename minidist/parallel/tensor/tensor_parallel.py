@@ -5,7 +5,7 @@ The idea. A matrix product can be cut by columns, Y = X [A1 A2] = [X A1  X A2], 
 Y = [X1 X2] [A1; A2] = X1 A1 + X2 A2. Put the two behind each other: the outputs of the first
 product are exactly the inputs that the second needs on the same rank. An MLP is columns, gelu,
 rows; attention is columns (the rank's heads), softmax, rows. Nothing is sent between them; after
-the rows the ranks' summands are added up.
+the product by rows the ranks' summands are added up.
 
     forward     x -- f -- A1 -- gelu -- B1 --+                 f: x as it is           (backward: all-reduce)
                   +- f -- A2 -- gelu -- B2 --+- g -- + bias    g: all-reduce           (backward: as it is)
@@ -29,7 +29,7 @@ Sizes need not divide: heads, hidden numbers and vocabulary are cut as numpy.arr
 fewer key heads than ranks, several ranks hold the same key head; they divide its query heads and
 sum its gradient.
 
-Cost, a step, all ranks together, in numbers (ring; B sequences of T tokens, L blocks):
+Cost, per step, all ranks together, in numbers (ring; B sequences of T tokens, L blocks):
 
     blocks       2(P-1) × 4 L B T h      2 all-reduces a block forward (g), 2 backward (f); 6 in all
                                          for a block that is computed again (chapter 19), because
@@ -57,7 +57,7 @@ The messages of a step, in order; each is a `TensorRegion.enter` (f) or `leave` 
 
 N2:158 calls this volume small. It exceeds data parallel's 2(P-1) × 12 L h² as soon as B T > 3h.
 
-Memory: divided, but for activations outside the regions (the residual stream, norms, dropout);
+Memory: divided, except activations outside the regions (the residual stream, norms, dropout);
 chapter 13 divides them.
 
 notes:   N0 Tensor Parallelism, N2 张量并行
@@ -95,7 +95,7 @@ def plain_tensor_mlp(
 
 # The real one is made of layers (tensor_layers.py) whose f and g are differentiable collectives, so
 # backward follows from forward. It cuts attention (by heads), the embedding and the loss (by
-# vocabulary) in the same way, whatever the sizes, and draws each rank's slice of the weights alone.
+# vocabulary) in the same way, for any sizes, and draws only each rank's slice of the weights.
 
 
 def tensor_parallel(model: GPT, group: Group) -> GPT:
@@ -106,7 +106,8 @@ def tensor_parallel(model: GPT, group: Group) -> GPT:
 
 
 class TensorParallel(ModelAxis):
-    """The ranks that divide a GPT's layers, and see the same batch: it cuts the model, in place.
+    """The ranks that divide a GPT's layers, and see the same batch; making it cuts the model, in
+    place.
 
     strategy = parallelize(GPT(config), Mesh(group, tp=group.size), Plan(tp=group.size), seed=0)
     loss = strategy.step(batch, AdamW(strategy.parameters, lr))  # as a Trainer with this plan does
@@ -121,7 +122,8 @@ class TensorParallel(ModelAxis):
         return parameter.sharers if isinstance(parameter, WeightShard) else None
 
     def counts(self, parameter: Parameter) -> bool:
-        """As ModelAxis.counts (asked by Hybrid._counts)."""
+        """Return whether this rank counts a weight in sums over all weights (asked by
+        Hybrid._counts)."""
         if isinstance(parameter, WeightShard):
             return parameter.first_sharer()
         return self.group.rank == 0
@@ -132,7 +134,7 @@ class TensorParallel(ModelAxis):
         return not isinstance(parameter, WeightShard) or parameter.sharers is not None
 
     def check_shared(self, *, when: str) -> None:
-        """As ModelAxis.check_shared."""
+        """Raise unless the shared weights are equal on all ranks, as ModelAxis.check_shared."""
         alike = [p for p in self.model.parameters() if self.held_alike(p)]
         shared = [p for p in alike if isinstance(p, WeightShard)]
         check_equal_replicas((p for p in alike if p not in set(shared)), self.group, when=when)
@@ -144,8 +146,8 @@ class TensorParallel(ModelAxis):
 
 
 def elements_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: int = 0) -> int:
-    """Numbers that all ranks together send along the axis in a step, however many passes it has:
-    the cost above.
+    """Return the count of numbers that all ranks together send along the axis in a step, in all its
+    passes: the cost above.
 
     Args:    tokens: of the batch, B·T; recomputed: how many blocks are computed again in backward.
     """
@@ -155,7 +157,7 @@ def elements_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: int
 
 
 def activations_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: int = 0) -> int:
-    """The part of `elements_sent` that is sent inside forward and backward, with the same
+    """Return the part of `elements_sent` that is sent inside forward and backward, with the same
     arguments."""
     regions = 2 + (config.mixture.shared if config.mixture else 0)
     crossings = regions * (2 * config.layers + recomputed) + 2
@@ -164,7 +166,7 @@ def activations_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: 
 
 
 def gates_sent(config: GPTConfig, *, ranks: int, tokens: int) -> int:
-    """The part of `elements_sent` that is gradients of a mixture's gates."""
+    """Return the part of `elements_sent` that is gradients of a mixture's gates."""
     return (
         2 * (ranks - 1) * tokens * config.layers * config.mixture.experts if config.mixture else 0
     )
