@@ -130,7 +130,7 @@ class AsyncParameterServer(ParameterServer):
 
     def _divisor(self, part: Part, batch: Batch) -> int:
         """Return what the loss is divided by: the targets of the worker's own part."""
-        return part.targets.size
+        return int(part.targets.size)
 
     def _require_unfinished(self) -> None:
         if self._finished:

@@ -188,9 +188,11 @@ NEEDS = {
 
 
 @cache
-def _options_with_needs(plan: Any) -> list[tuple[str, Field[Any], str]]:
+def _options_with_needs() -> list[tuple[str, Field[Any], str]]:
+    from minidist.parallel.hybrid.plan import Plan
+
     return [
-        (name, each, about.needs) for name, (each, about) in options_of(plan).items() if about.needs
+        (name, each, about.needs) for name, (each, about) in options_of(Plan).items() if about.needs
     ]
 
 
@@ -214,7 +216,7 @@ def check(plan: "Plan") -> None:
                 f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}"
             )
     axis_order(plan.order)
-    for name, each, needs in _options_with_needs(type(plan)):
+    for name, each, needs in _options_with_needs():
         value = getattr(plan, name)
         if value != each.default and not NEEDS[needs].there(plan):
             given = name if value is True else f"{name}={value}"
