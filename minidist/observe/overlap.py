@@ -107,8 +107,7 @@ def moves(timeline: Timeline) -> list[Span]:
 
 
 def waiting(timeline: Timeline) -> list[Span]:
-    """Return the spans in which the rank waited for a collective; strategies name them "wait for
-    …"."""
+    """Return the spans in which the rank waited for a collective; their names begin with "wait"."""
     return [
         span for span in timeline.spans if span.row == "compute" and span.name.startswith("wait")
     ]
