@@ -18,7 +18,7 @@ rank and receives from the previous rank. Measured are
 and, over each link of this host,
 
     tp, sequence, dp, pairs    steps of small models: the extra cost of calls and kernels in
-                               training (call_cost.py), in units of steps of ranks that train alone
+                               training (call_cost.py), in units of steps without communication
 
 A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a
 disturbance only adds time). Links take turns within a round. The fit is weighted least squares on
@@ -115,8 +115,8 @@ def _training_steps(
     rounds: int,
     progress: Callable[[str], None],
 ) -> dict[str, dict[str, list[float]]]:
-    """Return {link: {kind: step of each round}}; the unit is the mean of the steps of ranks that
-    train alone before and after it."""
+    """Return {link: {kind: step of each round}}; the unit is the mean of the steps without
+    communication before and after it."""
     kinds = call_cost.kinds(ranks)
     steps: dict[str, dict[str, list[float]]] = {link: {kind: [] for kind in kinds} for link in asks}
 

@@ -22,9 +22,9 @@ measured with passes as long as those of training. Seconds of a step are those o
 median over steps, and over rounds.
 
 The speed of a virtual machine changes within minutes, and messages, steps and kernels are measured
-minutes after each other. So before and after each step, ranks train alone: each the same small
-model, and as many at once as there are cores. A step is measured in units of these steps, and the
-length of a unit is the prediction of chapter 24.
+minutes after each other. So before and after each step, ranks train without communication (ALONE):
+each the same small model, and as many at once as there are cores. A step is measured in units of
+these steps, and the length of a unit is the prediction of chapter 24.
 """
 
 import statistics
@@ -53,7 +53,7 @@ SEQUENCES = 2  # per pass with tp; per rank with dp
 PASSES = 2  # per step with tp
 SLOWER = 1.25  # a second slowdown, next to 1, at which a step is predicted: gives the slope
 LEAST = 0.8  # least slowdown: it is below 1 if kernels were predicted longer than they are
-# width, context, sequences and passes of the model that each rank trains alone
+# width, context, sequences and passes of the model that each rank trains without communication
 ALONE = (256, 128, SEQUENCES, 1)
 
 
@@ -105,8 +105,8 @@ def with_steps(link: LinkCost, steps: Mapping[str, Sequence[float]], profile: Pr
     """Return the link with the cost of a call and the slowdown; unchanged if computation was never
     measured.
 
-    Args:    steps: {kind: step of each round}, in units of the step alone. profile: has the link,
-             and computation.
+    Args:    steps: {kind: step of each round}, in units of the step without communication.
+             profile: has the link, and computation.
     """
     if not profile.computation:
         return link
@@ -134,8 +134,8 @@ def with_steps(link: LinkCost, steps: Mapping[str, Sequence[float]], profile: Pr
 
 
 def alone_seconds(ranks: int, profile: Profile) -> float:
-    """Return the predicted seconds of the step alone, while as many ranks train as have a core
-    each."""
+    """Return the predicted seconds of the step without communication (ALONE), while as many ranks
+    train as have a core each."""
     cores = cores_here()
     device = device_of(profile.computation, min(ranks, cores), cores, profile.machine)
     return Rates.of(device).segment(kernels_of(ALONE))

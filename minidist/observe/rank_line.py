@@ -15,7 +15,7 @@ from minidist.observe.step_record import StepCall, StepRecord, group_call, only_
 
 
 class RankLine:
-    """One rank's work, and its marks (Start and Await) in order, each with the seconds of work
+    """The work of one rank, and its marks (Start and Await) in order, each with the seconds of work
     before it."""
 
     def __init__(self, trace: Iterable[Event]) -> None:

@@ -1,4 +1,4 @@
-"""Chapter 25 · Digests of the weights of which each rank has a replica, for the records of steps.
+"""Chapter 25 · Digests of replicated weights, for the records of steps.
 
 No message is sent for them: minidist diagnose compares the digests. Different digests of one step
 in a group mean that its replicas differ.

@@ -7,8 +7,8 @@ The lower bound keeps the work and the transfers as recorded, but removes avoida
 delays another call, and weights are sent as soon as they are ready. Two limits remain:
 
     the longest chain    work | transfer of the last bucket | work
-    the busiest link     work before its first call | its calls one after another | work after its
-                         last call
+    the busiest link     work before its first call | all its calls, one after the other | work
+                         after its last call
 
 No order, priority or prefetch of the same calls gives less than the longer limit. Other buckets,
 another link or a faster rank may: what_if.py.

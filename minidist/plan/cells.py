@@ -56,7 +56,7 @@ Price = Callable[[GroupCall], float]
 
 @dataclass(frozen=True)
 class Cell:
-    """One microbatch on one rank. Attributes, each a pair for models of one and of two layers:
+    """A microbatch on one rank. Attributes, each a pair for models of one and of two layers:
 
     traces      of the first step
     numbers     number of weights

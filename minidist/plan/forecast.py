@@ -6,8 +6,8 @@ spot machines with interruptions.
     found.premises                      # every number that it uses, with its source or "assumed"
 
 A spot machine costs a part of the price and may be taken away. The job saves every √(2 δ M) seconds
-(survive/interval.py), where a save takes δ seconds and an interruption comes every M seconds on
-average; goodput is the share of the time that is left for work.
+(survive/interval.py): a save takes δ seconds, and the mean time between interruptions is M; goodput
+is the share of the time that is left for work.
 
 notes: N2 §12.4.
 """
@@ -105,7 +105,7 @@ SAVE_WITHOUT_DISK = 30.0  # seconds, for a cluster without a stated disk (`here`
 
 @dataclass(frozen=True)
 class Offer:
-    """One way to get the machines. Attributes: interval: seconds between checkpoints; goodput:
+    """A way to get the machines. Attributes: interval: seconds between checkpoints; goodput:
     share of the time that is kept work; dollars: None if no source states the price.
     """
 

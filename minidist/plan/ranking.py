@@ -35,7 +35,7 @@ MOST_DOUBLED = 8  # times that the nodes are doubled in search of a cluster that
 
 @dataclass(frozen=True)
 class Choice:
-    """One plan of the ranking. Attributes: seconds: of a step by TERMS; memory: bytes by category
+    """A plan of the ranking. Attributes: seconds: of a step by TERMS; memory: bytes by category
     on the fullest rank; confirmed: the replay's result, if it ran this plan.
     """
 

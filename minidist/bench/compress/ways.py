@@ -39,8 +39,8 @@ class SendingWay:
     Attributes: text: as written; period: steps after which the times of steps repeat (local steps:
                 H)
                 warmup: 1-bit Adam's number of first steps, which take as long as those of `none`
-                rate: the learning rate, as a multiple of the others': a rank that trains by itself
-                has a smaller batch, so its Adam divides by a larger sqrt(v)
+                rate: the learning rate, as a multiple of the others': with local steps a rank has a
+                smaller batch, so its Adam divides by a larger sqrt(v)
     """
 
     text: str

@@ -37,7 +37,7 @@ def step_parts(model: Model, itemsize: int) -> list[FloorPart]:
     """Return the parts of a step on one device; activations, weights and gradients have `itemsize`
     bytes per number.
 
-    With N = batch × context tokens, width w, L layers, V words, T tokens a sequence and s =
+    With N = batch × context tokens, width w, L layers, V words, T tokens per sequence and s =
     itemsize:
 
         products    3 · 2 N (12 L w² + V w) operations; each of a product's three arrays passes

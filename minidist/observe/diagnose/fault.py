@@ -13,7 +13,7 @@ POSSIBLE = "possible"
 
 @dataclass(frozen=True)
 class Fault:
-    """One finding: a problem, its cause and its culprits.
+    """A finding: a problem, its cause and its culprits.
 
     Attributes: cause     one word or two: killed, exception, stopped, wrong shape, left out,
                           behind, stuck, slow, …

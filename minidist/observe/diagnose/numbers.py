@@ -6,7 +6,7 @@ that grows.
     replicas differ     one bit, at the next digest (--digest-every)
     loss jumps          JUMP nats and SPREADS times its spread, in two steps in a row: of one rank
                         compared with the others', or of all
-    leak                LEAK bytes a step, over GROWTH steps or more, in most of them
+    leak                LEAK bytes per step, over GROWTH steps or more, in most of them
 
 The spread of a loss is the standard deviation of its changes from step to step: over the run so
 far, or over the newest RECENT changes if that is larger. A few numbers may be close to each other

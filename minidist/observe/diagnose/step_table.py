@@ -1,9 +1,9 @@
-"""The records of all ranks' steps (observe/rank_steps.py) as one table, and streaks in which a rank
-stands out.
+"""The records of all ranks' steps (observe/rank_steps.py) as one table, and streaks of steps in
+which a rank stands out.
 
-A streak is a sequence of steps in most of which the rank stands out. Its length is the number of
-these steps minus the number of the other steps in the sequence; it ends where this is largest. So
-one step of noise does not end a streak.
+A streak is a sequence of steps; the rank stands out in most of them. Its length is the number of
+steps in which the rank stands out minus the number of other steps; it ends where this is largest.
+So one step of noise does not end a streak.
 
 A rank is named only for a streak of length STREAK that lasts LONG seconds: one bad step, or a few
 short ones, are more often caused by other work of the machine. If other ranks stand out sometimes

@@ -23,7 +23,7 @@ Arrivals = dict[tuple[int, ...], dict[int, float]]
 
 @dataclass
 class StepParts:
-    """One step of one rank, in seconds; sent: bytes by group; stood: seconds of exposed
+    """A step of one rank, in seconds; sent: bytes by group; stood: seconds of exposed
     communication, by group."""
 
     seconds: float

@@ -41,8 +41,8 @@ class Section:
 
     Attributes: key      its anchor; title: its heading
                 lines    paragraphs, plain text
-                missing  one line for each part that the run folder lacks: its name and how to get
-                it code     a command, shown as code before the charts; tables are below the charts
+                missing  one line for each part that the run folder lacks, and how to get it
+                code     a command, shown as code before the charts; tables are below the charts
     """
 
     key: str
