@@ -228,8 +228,8 @@ def _row(
 
 
 def claims(plain: LocalStep, compressed: LocalStep, ranks: int, links: Links) -> dict[str, Any]:
-    """Return the notes' two claims on 1-bit Adam, five times fewer bytes and 3.5 times faster (N3
-    §3.2), by the model.
+    """Return the notes' two claims on 1-bit Adam, five times fewer bytes and 3.5 times faster
+    (N3 §3.2), by the model.
 
     Args:    plain, compressed: steps of `none` and of 1-bit Adam after its warm-up.
     """
