@@ -1,4 +1,4 @@
-"""The options of `minidist bench`: a function for each WHAT."""
+"""The options of `minidist bench`: one function per WHAT."""
 
 import argparse
 
@@ -22,7 +22,7 @@ from minidist.parallel.pipeline.schedules import ORDERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist bench`."""
+    """Add the options of `minidist bench`."""
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for verb in collectives.VERBS.values():
         _add_collective(
@@ -147,7 +147,7 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         "graph (with --device cuda --precision bf16)",
     )
     _add_model(parser, Model())
-    # None: as in --model, or in the default model
+    # None: the value of --model, or of the default model
     parser.set_defaults(**dict.fromkeys(vars(Model())))
 
 
@@ -325,7 +325,7 @@ _TORCH_WAYS = {"eager": "PyTorch eager", "compile": "torch.compile"}
 
 
 def _torch_ways(text: str) -> list[str]:
-    """'eager' -> ["PyTorch eager"]; 'none' -> []."""
+    """Return the peers of a text: 'eager' -> ["PyTorch eager"]; 'none' -> []."""
     names = [] if text == "none" else text.split(",")
     for name in names:
         if name not in _TORCH_WAYS:

@@ -7,8 +7,8 @@
 
 Measured links replace their entries in the profile; other links stay there.
 
-The ranks form a ring and run the code of collectives: in `exchange` each rank sends to the next and
-receives from the previous one. Measured are
+The ranks form a ring and run the code of collectives: in `exchange` each rank sends to the next
+rank and receives from the previous rank. Measured are
 
     exchange   of each size, steps that wait for each other       α + n·β
     add        the same, each arriving piece added to an array    α + n·(β + γ)
@@ -17,14 +17,13 @@ receives from the previous one. Measured are
 
 and, over each link of this host,
 
-    tp, dp, pairs   steps of small models   what calls and kernels of training cost beyond these
-                                            figures (call_cost.py), beside steps of ranks that train
-                                            alone
+    tp, sequence, dp, pairs    steps of small models: the extra cost of calls and kernels in
+                               training (call_cost.py), in units of steps without communication
 
 A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a
 disturbance only adds time). Links take turns within a round. The fit is weighted least squares on
-the relative error. Its worst misfit is reported, because real links are not straight lines:
-protocols change with the size, and small arrays stay in caches.
+the relative error. Its worst misfit is reported, because the cost of a real link is not a straight
+line: protocols change with the size, and small arrays stay in caches.
 """
 
 import itertools
@@ -56,15 +55,15 @@ from minidist.launch.own_python import module_command
 MODULE = "minidist.bench.calibrate"
 LINKS = ("threads", "tcp", "shm", "mpi")
 BURST = 8  # messages of a burst, to one neighbour
-STEPS = 4  # exchanges in a row: the start of the call counts little
+STEPS = 4  # exchanges in a row, so that the start of the call counts little
 BUDGET = 8 << 20  # bytes that the repetitions of one figure may move
 
 Measure = Callable[..., list[float]]
 
 
 class Fitted(NamedTuple):
-    """The costs of a link, the samples they were fitted to, and the step of each small model in
-    each round (_training_steps)."""
+    """The costs of a link, the samples of the fit, and the steps of small models
+    (_training_steps)."""
 
     cost: LinkCost
     samples: list[Sample]
@@ -72,12 +71,12 @@ class Fitted(NamedTuple):
 
 
 def links_here() -> list[str]:
-    """The link classes between ranks of this host."""
+    """Return the link classes between ranks of this host."""
     return ["threads", "tcp", "shm", *(["mpi"] if shutil.which("mpirun") else [])]
 
 
 def work_of(kind: str, nbytes: int, ranks: int) -> LinkWork:
-    """The work of one step of a repetition, as the fit takes it."""
+    """Return the work of one step of a repetition, for the fit."""
     if kind == "burst":
         return LinkWork(1, BURST, 0, 0)
     if kind == "spread":
@@ -93,7 +92,7 @@ def measure_all(
     rounds: int,
     progress: Callable[[str], None],
 ) -> list[Fitted]:
-    """Measure and fit each link class of this host at each number of ranks."""
+    """Measure each link class of this host at each number of ranks; return the fits."""
     fitted: list[Fitted] = []
     for count in dict.fromkeys(ranks):
         jobs: list[Job] = []
@@ -116,8 +115,8 @@ def _training_steps(
     rounds: int,
     progress: Callable[[str], None],
 ) -> dict[str, dict[str, list[float]]]:
-    """Of each link and kind, in each round: the step, in units of the mean of the steps alone
-    before and after it."""
+    """Return {link: {kind: step of each round}}; the unit is the mean of the steps without
+    communication before and after it."""
     kinds = call_cost.kinds(ranks)
     steps: dict[str, dict[str, list[float]]] = {link: {kind: [] for kind in kinds} for link in asks}
 
@@ -139,8 +138,8 @@ def _training_steps(
 def measure_job(
     world: Group, sizes: list[int], rounds: int, progress: Callable[[str], None]
 ) -> list[Fitted]:
-    """Measure and fit this job's own link class: "network" if it is on several machines. Every rank
-    calls it."""
+    """Measure and fit this job's own link class ("network" if it runs on several machines). Every
+    rank calls it."""
     own = measuring(world)
 
     def ask(**question: Any) -> list[float]:
@@ -157,10 +156,9 @@ def _fit_all(
     rounds: int,
     progress: Callable[[str], None],
 ) -> list[Fitted]:
-    """Measure every figure in every round, links in turn, then fit each link.
+    """Measure every figure in every round, with the links in turn; return the fit of each link.
 
-    Args:    asks: for each link a function that returns the seconds of each repetition on its
-             slowest rank.
+    Args:    asks: {link: function that returns the seconds of each repetition on its slowest rank}.
     """
     figures: dict[tuple[str, str, int], list[float]] = {}  # of a step, in each round
     for round_number in range(rounds):
@@ -195,7 +193,8 @@ def start_job(link: str, ranks: int) -> Job:
 
 
 def measuring(world: Group) -> Measure:
-    """`measure(kind, nbytes, repeats)`: seconds of each repetition of STEPS steps on this rank."""
+    """Return `measure(kind, nbytes, repeats)`, which returns the seconds of each repetition of
+    STEPS steps on this rank."""
 
     def measure(kind: str, nbytes: int, repeats: int) -> list[float]:
         if kind in call_cost.KINDS:
@@ -223,7 +222,7 @@ def measuring(world: Group) -> Measure:
                 work(call)
             seconds.append(time.perf_counter() - start)
         if kind == "spread":
-            split(into, world.size)[world.rank].fill(1)  # it keeps its own part
+            split(into, world.size)[world.rank].fill(1)  # the rank keeps its own part
         expected = STEPS if kind == "add" else 0 if kind == "burst" else 1
         if not (into == expected).all():
             raise ArithmeticError(

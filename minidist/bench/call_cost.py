@@ -1,30 +1,30 @@
-"""`minidist bench calibrate`, behind its two halves: what training takes beside its messages and
-its kernels.
+"""The third part of `minidist bench calibrate`: the time of training beyond its messages and its
+kernels.
 
 link_model.py measures messages between ranks that do nothing else. In a training step a call also
-takes Python (verb, tape, flight recorder), and its ranks do not enter it at the same moment; where
-ranks share cores, a rank that waited must also get a core again. computation.py measures ranks that
-have a core each and wait for no other; in training they also take turns on cores, caches and
-memory. So small models train over each link, with all its ranks:
+takes Python time (verb, tape, flight recorder), and its ranks do not enter it at the same moment;
+if ranks share cores, a rank that waited must also get a core again. computation.py measures ranks
+that have a core each and wait for no other rank; in training they also take turns on cores, caches
+and memory. So small models train over each link, with all its ranks:
 
     tp         tensor parallelism: a call every few kernels
     sequence   the same with sequence parallelism: twice the calls
     dp         data parallelism: many kernels between few calls
-    pairs      from four ranks on: tensor and sequence parallelism of two, the rest data
-               parallelism. A call of two of the ranks need not wait until all of them had a core
+    pairs      from four ranks on: tensor and sequence parallelism of two, data parallelism for the
+               rest. A call of two ranks need not wait until all ranks had a core
 
-    seconds of a step = what chapter 24 predicts, with all kernels `slowdown` times as long, + its
-    calls, each `call`
-                        seconds if all ranks meet, `pair` if two do, between the two if more do
+    seconds of a step = prediction of chapter 24 with all kernels `slowdown` times as long
+                        + sum over its calls: `call` seconds if all ranks take part, `pair` if two
+                          do, a value between the two if more do
 
-Ranks that meet often wait for the slower one each time, which is most of `call`; so it is that of
-passes as long as training has. Seconds of a step are those of the slowest rank: median over steps,
-and over rounds.
+Ranks that synchronize often wait for the slower rank each time, which is most of `call`; so it is
+measured with passes as long as those of training. Seconds of a step are those of the slowest rank:
+median over steps, and over rounds.
 
-A virtual machine has another speed a minute later, and messages, steps and kernels are measured
-minutes apart. So before and after each step ranks train alone, each the same model as in dp, as
-many at once as there are cores. A step counts in units of these, and a unit is as long as chapter
-24 predicts.
+The speed of a virtual machine changes within minutes, and messages, steps and kernels are measured
+minutes after each other. So before and after each step, ranks train without communication (ALONE):
+each the same small model, and as many at once as there are cores. A step is measured in units of
+these steps, and the length of a unit is the prediction of chapter 24.
 """
 
 import statistics
@@ -49,21 +49,22 @@ from minidist.simulate.simulate import simulate
 KINDS = ("tp", "sequence", "dp", "pairs")
 STEPS = 10
 WARM_UP = 2
-SEQUENCES = 2  # of a pass with tp; with dp, of each rank
-PASSES = 2  # of a step with tp
-SLOWER = 1.25  # the slowdown beside 1 at which a step is predicted, to see what it changes
-LEAST = 0.8  # slowdown: below 1 where kernels were predicted longer than they are
-# width, context, sequences and passes of what each rank trains alone
+SEQUENCES = 2  # per pass with tp; per rank with dp
+PASSES = 2  # per step with tp
+SLOWER = 1.25  # a second slowdown, next to 1, at which a step is predicted: gives the slope
+LEAST = 0.8  # least slowdown: it is below 1 if kernels were predicted longer than they are
+# width, context, sequences and passes of the model that each rank trains without communication
 ALONE = (256, 128, SEQUENCES, 1)
 
 
 def kinds(ranks: int) -> tuple[str, ...]:
-    """The steps that so many ranks take."""
+    """Return the kinds of steps that this number of ranks measures."""
     return KINDS if ranks >= 4 and ranks % 2 == 0 else KINDS[:-1]
 
 
 def small_step(kind: str, ranks: int) -> tuple[Plan, GPTConfig, int]:
-    """Plan, model and sequences of a step. With tp every rank has 128 columns and a head or two."""
+    """Return plan, model and sequences of a step. With tp every rank has 128 columns and one or two
+    heads."""
     if kind == "dp":
         plan = Plan(dp=ranks)
         columns = 2
@@ -88,7 +89,7 @@ def small_step(kind: str, ranks: int) -> tuple[Plan, GPTConfig, int]:
 
 
 def step_seconds(kind: str, world: Group) -> list[float]:
-    """Seconds of each step on this rank, but for the first ones. Every rank calls it."""
+    """Return the seconds of each step on this rank, without WARM_UP steps. Every rank calls it."""
     plan, config, sequences = small_step(kind, world.size)
     trainer = Trainer(plan, config, world)
     tokens = np.zeros((sequences, config.context), np.int64)
@@ -101,11 +102,11 @@ def step_seconds(kind: str, world: Group) -> list[float]:
 
 
 def with_steps(link: LinkCost, steps: Mapping[str, Sequence[float]], profile: Profile) -> LinkCost:
-    """The link with the cost of a call and the slowdown; unchanged if computation was never
+    """Return the link with the cost of a call and the slowdown; unchanged if computation was never
     measured.
 
-    Args:    steps: the small step of each kind, in each round, in units of the step alone. profile:
-             has the link, and computation.
+    Args:    steps: {kind: step of each round}, in units of the step without communication.
+             profile: has the link, and computation.
     """
     if not profile.computation:
         return link
@@ -133,7 +134,8 @@ def with_steps(link: LinkCost, steps: Mapping[str, Sequence[float]], profile: Pr
 
 
 def alone_seconds(ranks: int, profile: Profile) -> float:
-    """Seconds of the step that each rank trains alone, while as many do as have a core each."""
+    """Return the predicted seconds of the step without communication (ALONE), while as many ranks
+    train as have a core each."""
     cores = cores_here()
     device = device_of(profile.computation, min(ranks, cores), cores, profile.machine)
     return Rates.of(device).segment(kernels_of(ALONE))
@@ -142,8 +144,9 @@ def alone_seconds(ranks: int, profile: Profile) -> float:
 def _predicted(
     kind: str, link: LinkCost, slowdown: float, profile: Profile
 ) -> tuple[float, list[float]]:
-    """Seconds of a step whose calls take only their messages; how many calls of all ranks, and of
-    two, a rank makes: a call of more than two is partly one and partly the other."""
+    """Return the predicted seconds of a step whose calls take only their messages, and the number
+    of a rank's calls of all ranks and of two ranks; a call of more than two counts partly as
+    each."""
     plan, config, sequences = small_step(kind, link.ranks)
     bare = replace(profile, links=[replace(link, call=0.0, pair=0.0, slowdown=slowdown)])
     found = simulate(plan, config, here(link.ranks, link.link, bare), batch=sequences)

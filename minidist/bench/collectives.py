@@ -1,23 +1,23 @@
-"""`minidist bench all-reduce|all-gather|reduce-scatter|all-to-all`: our transports beside gloo and
-MPI, in one run.
+"""`minidist bench all-reduce|all-gather|reduce-scatter|all-to-all`: our transports compared with
+gloo and MPI, in one run.
 
-Each contender's ranks time the same float32 call after a check of its result. A repetition takes as
-long as its slowest rank; the figure of a round is the median over repetitions, and the table shows
-the median over rounds.
+Each contender's ranks time the same float32 call after a check of its result. The time of a
+repetition is that of its slowest rank; the figure of a round is the median over repetitions, and
+the table shows the median over rounds.
 
-Sizes and bus bandwidth are those of nccl-tests. A size is the larger of a rank's two buffers: both
-of all-reduce, the output of all-gather, the input of reduce-scatter and all-to-all (P equal blocks
-of whole numbers; the remainder is left off). Bus bandwidth is bytes / seconds times the part of the
-bytes that must cross a rank's link, so it is comparable across P and between verbs:
+Sizes and bus bandwidth are those of nccl-tests. A size is the larger of a rank's two buffers:
+either of all-reduce, the output of all-gather, the input of reduce-scatter and all-to-all (P equal
+blocks of whole numbers; the remainder is dropped). Bus bandwidth is bytes / seconds × the part of
+the bytes that must cross a rank's link, so it can be compared across P and between verbs:
 
     all-reduce  2(P-1)/P        all-gather, reduce-scatter, all-to-all  (P-1)/P
 
-For messages up to 4 MiB a repetition is several calls in a row, as in nccl-tests: then it hardly
-counts that ranks leave the barrier before them at different times.
+For messages up to 4 MiB a repetition is several calls in a row, as in nccl-tests: then it matters
+little that ranks leave the barrier before the calls at different times.
 
 The contenders `copies` and `bare-tcp` do only the work that no algorithm avoids, `bare-shm` only
-that of showing arrays to each other (floors.py): the distance of a peer from them is about the most
-that can be won over shared memory and over TCP.
+the work of showing arrays to each other (floors.py). The distance between a peer and them is about
+the largest possible gain over shared memory and over TCP.
 """
 
 import importlib.util
@@ -60,17 +60,17 @@ GLOO = "gloo"
 MODULE = "minidist.bench.collectives"
 ITEM = 4  # bytes of a float32
 IN_A_ROW = 10  # most calls of a repetition
-ROW_BYTES = 8 << 20  # most bytes of all calls of a repetition, if it has several
+ROW_BYTES = 8 << 20  # most bytes of all calls of a repetition with several calls
 
 Measure = Callable[..., list[float]]
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A collective as it is measured.
+    """A collective that is measured.
 
-    Attributes: name    as groups have it: "all_reduce"
-                mpi     MPI's name for it, and the contender's: "MPI_Allreduce"
+    Attributes: name    the method's name: "all_reduce"
+                mpi     MPI's name, also the name of the contender: "MPI_Allreduce"
                 about   for the table's title
                 brings  (rank, P) -> the value that fills each block of the rank's input
                 gets    (rank, P) -> the value that must fill each block of its output
@@ -97,18 +97,18 @@ class Verb:
         return (GLOO, self.mpi, *FLOORS)
 
     def block(self, nbytes: int, ranks: int) -> int:
-        """Elements of a block; the larger buffer has one block (all-reduce) or P."""
+        """Return the elements of a block; the larger buffer has one block (all-reduce) or P."""
         return nbytes // ITEM if self.in_place else nbytes // ITEM // ranks
 
     def bus_bandwidth(self, nbytes: int, seconds: float, ranks: int) -> float:
-        """Bytes per second that the links carry, after nccl-tests."""
+        """Return the bytes per second that the links carry, as nccl-tests does."""
         crossings = 2 if self.in_place else 1
         moved = self.block(nbytes, ranks) * ITEM * (1 if self.in_place else ranks)
         return moved / seconds * crossings * (ranks - 1) / ranks
 
 
 def _sum_over(ranks: int) -> int:
-    """1 + 2 + ... + P, the sum of rank+1 over all ranks."""
+    """Return 1 + 2 + ... + P, the sum of rank+1 over all ranks."""
     return ranks * (ranks + 1) // 2
 
 
@@ -148,8 +148,8 @@ VERBS = {
 
 
 def contenders_here(verb: Verb) -> list[str]:
-    """Every contender that this machine can run: ours, gloo if PyTorch is installed, MPI if mpirun
-    is."""
+    """Return every contender that this machine can run: ours, gloo if PyTorch is installed, MPI if
+    mpirun is."""
     names = ["tcp", "shm", *FLOORS]
     if shutil.which("mpirun"):
         names += ["mpi", verb.mpi]
@@ -159,7 +159,7 @@ def contenders_here(verb: Verb) -> list[str]:
 
 
 def base(contender: str) -> str:
-    """The transport or peer of a contender: "shm" of "shm:ring"."""
+    """Return the transport or peer of a contender: "shm" of "shm:ring"."""
     return contender.partition(":")[0]
 
 
@@ -176,7 +176,7 @@ def start_job(verb: Verb, contender: str, size: int) -> Job:
 
 
 def in_a_row(nbytes: int) -> int:
-    """The number of calls in a repetition with messages of `nbytes`."""
+    """Return the number of calls in a repetition with messages of `nbytes`."""
     return max(1, min(IN_A_ROW, ROW_BYTES // nbytes))
 
 
@@ -230,8 +230,8 @@ def measure_all(
 
 
 def our_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
-    """One rank of minidist, with the algorithm after the colon of the contender's name, or with
-    auto's choice."""
+    """Return (rank, measure) of one rank of minidist, with the algorithm after the colon of the
+    contender's name, or auto's choice."""
     import minidist as md
 
     world = md.init(transport=base(contender))
@@ -240,7 +240,7 @@ def our_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
 
 
 def our_call(world: Group, verb: Verb, algorithm: str) -> Run:
-    """The call of the group's verb that is timed."""
+    """Return the call of the group's verb that is timed."""
     call = getattr(world, verb.name)
     if verb.name == "all_to_all":
         return lambda send, recv: call(
@@ -250,7 +250,8 @@ def our_call(world: Group, verb: Verb, algorithm: str) -> Run:
 
 
 def floor_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
-    """One rank of a floor (floors.py); the ranks meet over shared memory."""
+    """Return (rank, measure) of one rank of a floor (floors.py); the ranks synchronize over shared
+    memory."""
     import minidist as md
 
     world = md.init(transport="shm")
@@ -267,7 +268,7 @@ def floor_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
 
 
 def mpi_rank(verb: Verb) -> tuple[int, Measure]:
-    """One rank of MPI's own collective through mpi4py."""
+    """Return (rank, measure) of one rank of MPI's own collective, through mpi4py."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -280,8 +281,8 @@ def mpi_rank(verb: Verb) -> tuple[int, Measure]:
 
 
 def gloo_rank(verb: Verb, folder: str, rank: int, size: int) -> tuple[int, Measure]:
-    """One rank of PyTorch's collective over gloo; exits with one line and status 1 if gloo lacks
-    the verb."""
+    """Return (rank, measure) of one rank of PyTorch's collective over gloo; exit with one line and
+    status 1 if gloo lacks the verb."""
     import torch
 
     dist = join_gloo(folder, rank, size)
@@ -290,7 +291,7 @@ def gloo_rank(verb: Verb, folder: str, rank: int, size: int) -> tuple[int, Measu
         "reduce_scatter": "reduce_scatter_tensor",
         "all_to_all": "all_to_all_single",
     }
-    # of PyTorch 2.13
+    # names since PyTorch 2.13
     newer = {"all_gather": "all_gather_single", "reduce_scatter": "reduce_scatter_single"}
     call = getattr(dist, newer.get(verb.name, ""), None) or getattr(
         dist, older.get(verb.name, verb.name)
@@ -317,7 +318,7 @@ def gloo_rank(verb: Verb, folder: str, rank: int, size: int) -> tuple[int, Measu
 def timed(
     verb: Verb, run: Run, barrier: Callable[[], Any], rank: int, size: int, check: bool = True
 ) -> Measure:
-    """A function that checks the call once, then times it: seconds of a call in each repetition on
+    """Return a function that checks the call once, then returns its seconds in each repetition on
     this rank."""
 
     def measure(nbytes: int, repeats: int) -> list[float]:
@@ -337,7 +338,7 @@ def timed(
         calls = in_a_row(nbytes)
         for _ in range(repeats + 2):  # two to warm up
             if verb.in_place:
-                send[...] = brings  # or the sums would grow beyond every bound
+                send[...] = brings  # else the sums would overflow
             barrier()
             start = time.perf_counter()
             for _ in range(calls):

@@ -1,31 +1,31 @@
-"""`minidist bench`: time collectives and training steps beside their peers, all contenders in one
-run.
+"""`minidist bench`: time collectives and training steps, and compare them with other libraries in
+one run.
 
-    minidist bench all-reduce --sizes 1KiB:64MiB -n 2,4     our transports beside gloo and MPI; and
-                                                            three verbs more
-    minidist bench step                                     our training step beside PyTorch eager
-    minidist bench step --zero 0,1,2,3 -n 2,4               each ZeRO stage beside what PyTorch has
-                                                            for it
-    minidist bench step --plan pp=2 --plan dp=2,tp=2        each plan beside what PyTorch has for it
-    minidist bench step --model gpt2-124m --device cuda --precision bf16       on one GPU, beside PyTorch and a roofline
-    minidist bench overlap                                  an all-reduce hidden behind matrix
-                                                            products
-    minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind
-                                                            its computation
-    minidist bench overlap-step --why --what-if ahead=2     what is not hidden, and why; a change,
-                                                            predicted, then run
+    minidist bench all-reduce --sizes 1KiB:64MiB -n 2,4     our transports, gloo and MPI; also for
+                                                            three other verbs
+    minidist bench step                                     our training step and PyTorch eager's
+    minidist bench step --zero 0,1,2,3 -n 2,4               each ZeRO stage and PyTorch's
+                                                            counterpart
+    minidist bench step --plan pp=2 --plan dp=2,tp=2        each plan and PyTorch's counterpart
+    minidist bench step --model gpt2-124m --device cuda --precision bf16       on one GPU, with
+    PyTorch and a roofline minidist bench overlap                                  an all-reduce
+                                                            hidden behind matrix products
+    minidist bench overlap-step --strategy zero2,zero3      a training step's communication hidden
+                                                            behind its computation
+    minidist bench overlap-step --why --what-if ahead=2     exposed communication and its causes; a
+                                                            change, predicted, then run
     minidist bench compress                                 time to a loss, by compression scheme
                                                             and bandwidth
     minidist bench compress --advise --check                when not to compress, predicted, then
                                                             measured
-    minidist bench save                                     checkpoints beside PyTorch's, blocking
-                                                            and behind the steps
-    minidist bench calibrate                                what messages and computation cost on
-                                                            this machine
-    minidist bench kernels                                  each rung of each kernel beside PyTorch;
+    minidist bench save                                     our checkpoints and PyTorch's, blocking
+                                                            and in the background
+    minidist bench calibrate                                cost of messages and computation on this
+                                                            machine
+    minidist bench kernels                                  each rung of each kernel and PyTorch;
                                                             or --count
 
-A peer that is not installed is left out, as the table says. Contenders take turns; medians over
+A peer that is not installed is left out, and the table says so. Contenders take turns; medians over
 rounds are shown.
 """
 
@@ -73,12 +73,12 @@ __all__ = ["add_arguments", "run"]
 
 Result = dict[str, Any]
 
-COMPUTATION = "computation"  # of --only, beside links
-MOST_SECONDS = 60  # that a message of a delayed link may take
+COMPUTATION = "computation"  # a name for --only, next to the links
+MOST_SECONDS = 60  # largest seconds of a message over a delayed link
 
 
 class Bench(NamedTuple):
-    """One WHAT of `minidist bench`."""
+    """The functions of one WHAT of `minidist bench`."""
 
     measure: Callable[[argparse.Namespace, Progress], Result | None]
     show: Callable[[Result, Console], None]
@@ -89,12 +89,12 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the files that the options ask for.
 
     Returns: the exit status: 0; with --hold 1 unless every bound is held.
-    Raises:  ConfigError for wrong options or a file that cannot be written; LaunchError if ours
-             does not start.
+    Raises:  ConfigError for wrong options or a file that cannot be written; LaunchError if our
+             ranks do not start.
     """
     for option in ("json", "figure"):
         check_writable(f"--{option}", getattr(args, option))
-    # a table in a log or a file is not folded
+    # do not wrap a table in a log or a file
     console = Console(width=None if sys.stdout.isatty() else 200)
     bench = _BENCHES[args.what]
     with progress("starting the ranks") as show:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     result["machine"] = machine()
     if args.json:
-        write_json(args.json, result)  # first: what took so long is not lost to a table
+        write_json(args.json, result)  # first, so that an error in the table does not lose it
     bench.show(result, console)
     if args.figure:
         with written("--figure", args.figure) as draft:
@@ -154,7 +154,7 @@ def _collective(args: argparse.Namespace, progress: Progress) -> Result:
 
 
 def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
-    """The contenders that --only names, or all that are here."""
+    """Return the contenders that --only names, or all that this machine can run."""
     here = collectives.contenders_here(verb)
     if only is None:
         return here
@@ -167,13 +167,13 @@ def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
             raise ConfigError(f"{name} is not installed here; {_install(base)}")
         if algorithm and base in verb.peers:
             raise ConfigError(f"{name}: a peer chooses its own algorithm; write {base}")
-        # refuses a name that the verb does not take
+        # raises for an algorithm that the verb does not have
         choose(verb.name, algorithm or "auto", 0, 2, board=True)
     return chosen
 
 
 def _missing(verb: collectives.Verb, contenders: list[str], only: str | None) -> list[str]:
-    """A line for each peer that is not installed, unless --only chose the contenders."""
+    """Return a line for each peer that is not installed, unless --only chose the contenders."""
     return [
         f"{peer} was left out: {_install(peer)}"
         for peer in verb.peers
@@ -221,7 +221,7 @@ def _overlap(args: argparse.Namespace, progress: Progress) -> Result:
 
 
 def _require_speed(nbytes: int, args: argparse.Namespace) -> None:
-    """Raise ConfigError if the delayed links need more than a minute for so many bytes."""
+    """Raise ConfigError if the delayed links need more than MOST_SECONDS for nbytes."""
     seconds = args.alpha + nbytes / args.bandwidth
     if seconds > MOST_SECONDS:
         raise ConfigError(
@@ -298,8 +298,8 @@ def _save(args: argparse.Namespace, progress: Progress) -> Result:
 
 
 def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
-    """Calibrate the links of this host; in a job that a launcher started, the job's own link (None
-    but on rank 0)."""
+    """Calibrate the links of this host; in a job started by a launcher, the job's own link (returns
+    None on all ranks except rank 0)."""
     chosen = _known(
         args.only, (*calibrate.LINKS, COMPUTATION), [*calibrate.links_here(), COMPUTATION]
     )
@@ -350,7 +350,7 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
 
 
 def _known(only: str | None, known: tuple[str, ...], here: list[str]) -> list[str]:
-    """The contenders that --only names, or all that are here."""
+    """Return the contenders that --only names, or all that this machine can run."""
     chosen = here if only is None else [current_name(name) for name in only.split(",")]
     for name in chosen:
         if name not in known:
@@ -364,7 +364,7 @@ def _known(only: str | None, known: tuple[str, ...], here: list[str]) -> list[st
 
 
 def _kernels(args: argparse.Namespace, progress: Progress) -> Result:
-    """Time or count the kernels, which are imported only here."""
+    """Return the times or counts of the kernels; the kernels are imported only here."""
     if args.count:
         from minidist.bench.kernels.counting import counted
 

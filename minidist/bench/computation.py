@@ -1,28 +1,26 @@
-"""`minidist bench calibrate`, its second half: what computation costs here, one rank alone and
-several at once.
+"""The second part of `minidist bench calibrate`: the cost of computation on this machine, for one
+rank and for several at once.
 
-Each rank is a process of one BLAS thread, as in training; all compute at once, so that ranks that
-share cores, caches or memory bandwidth show it. Measured are
+Each rank is a process of one BLAS thread, as in training; all compute at once, so that the effect
+of shared cores, caches and memory bandwidth is measured. Measured are
 
     matmul   products of several sizes            call + 2mkn / peak · (1 + half · (1/m + 1/k +
-                                                  1/n)), where small ones lose nothing by their size
-    stack    stacks of products, as attention's   the same, and some time a matrix
+                                                  1/n)); the term of half is left out for small ones
+    stack    stacks of products, as attention's   the same, and a time per matrix
     pass     NumPy's passes over arrays           call + bytes / bandwidth, faster while the bytes
                                                   fit the cache
-    gaps     passes over views with gaps          the same, and some time for each innermost loop
-    step     training steps of small models       what Python, the tape and modules take for one
-                                                  result of an op; the bandwidth of a step's passes,
-                                                  whose arrays are new or were just written; by how
-                                                  much its products differ from those measured
-                                                  alone, and what a byte of their matrices takes
-                                                  that left the cache
+    gaps     passes over views with gaps          the same, and a time per innermost loop
+    step     training steps of small models       time of Python, tape and modules per result of an
+                                                  op; bandwidth of a step's passes, whose arrays are
+                                                  new or were just written; factor between its
+                                                  products and the products measured separately;
+                                                  time per byte of matrices that left the cache
 
-A pass is the mean of those that a transformer's step makes (add, subtract, multiply, exp, sum,
-copy), with new arrays. A figure is the time of the slowest rank: median over repetitions, minimum
-over rounds (a disturbance only adds time); of steps the median over rounds, because trainings are
-disturbed as much.
-The fit is weighted least squares on the relative error. Chapter 24 prices kernels with it
-(simulate/here.py).
+A pass is the mean of the passes of a transformer's step (add, subtract, multiply, exp, sum, copy),
+with new arrays. A figure is the time of the slowest rank: median over repetitions, minimum over
+rounds (a disturbance only adds time); for steps the median over rounds, because trainings are
+disturbed by the same amount. The fit is weighted least squares on the relative error. Chapter 24
+uses it for the seconds of kernels (simulate/here.py).
 """
 
 import itertools
@@ -75,14 +73,14 @@ PRODUCTS = (
     (1024, 64, 1024),
     (1024, 1024, 64),
 )
-"""m, k, n: cubes, and a transformer's."""
+"""m, k, n of products: cubes, and those of a transformer."""
 STACKS = ((32, 64, 64, 64), (32, 64, 32, 64), (16, 128, 64, 64), (16, 64, 128, 64))
-"""Matrices, m, k, n: of attention, whose heads lie beside each other in memory."""
+"""Number of matrices, m, k, n: products of attention, whose heads are adjacent in memory."""
 PASSES = tuple(1 << shift for shift in range(8, 23, 2))
 """Elements of float32 arrays: 1 KiB to 16 MiB."""
 GAPS = ((4096, 16), (4096, 32), (1024, 64), (512, 128))
-"""Rows, and elements of each: the half of a head that rotary positions turn, heads, blocks."""
-BYTES_A_PASS = (12 + 12 + 8 + 8 + 4 + 8) / 6  # an element: read and written, of the six passes
+"""Rows, and elements per row: the half of a head that rotary positions rotate, heads, blocks."""
+BYTES_A_PASS = (12 + 12 + 8 + 8 + 4 + 8) / 6  # per element: read and written, mean of six passes
 Figure = tuple[str, str, tuple[int, ...]]
 FIGURES: list[Figure] = [
     *(("matmul", dtype, size) for dtype in ("float32", "float64") for size in PRODUCTS),
@@ -107,28 +105,27 @@ FIGURES: list[Figure] = [
         )
     ),
 ]
-"""A step: model width, tokens of a sequence, sequences, passes that they are divided into. The
-first are almost nothing but Python and launches, the last has arrays beyond the cache."""
-BUDGET = 0.03  # seconds that the repetitions of one figure take
-# a step's bytes are no more than this dearer than plain passes', or cheaper in the cache
+"""A step: model width, tokens per sequence, sequences, passes that they are divided into. The first
+steps are almost only Python and launches, the last has arrays larger than the cache."""
+BUDGET = 0.03  # seconds of all repetitions of one figure
+# bounds: a step's byte costs at most DEAREST times a plain pass's; in the cache at least 1/DEAREST
 DEAREST = 4.0
-PRODUCTS_BY = (0.8, 1.2)  # as long as measured alone: a step's operands may still be in the cache
-# bytes of a pass that may find its arrays in the cache
+PRODUCTS_BY = (0.8, 1.2)  # bounds of that factor: a step's operands may still be in the cache
+# tried limits: largest bytes of a pass whose arrays may be in the cache
 CACHES = tuple(1 << shift for shift in range(17, 23))
-TURNS = 8  # until the fit of the steps changes no more
-INNER = 2  # runs between two looks at the clock
-# operands of a product, which take turns: layers have weights and activations of their own
+TURNS = 8  # iterations of the fit of the steps
+INNER = 2  # runs between two readings of the clock
+# pairs of operands of a product, used in turn: each layer has its own weights and activations
 MOST_PAIRS = 16
-MOST_BYTES = 64 << 20  # of all pairs and their results
+MOST_BYTES = 64 << 20  # bytes of all pairs and their results
 
 
 def measure_all(
     ranks: Sequence[int], rounds: int, progress: Callable[[str], None]
 ) -> list[ComputationCost]:
-    """Measure and fit one rank alone, and each number of ranks at once that have a core each, the
-    most among them.
+    """Measure and fit one rank, and each number of ranks at once, up to the number of cores.
 
-    Where there are more ranks than cores, they take turns: that needs no measurement
+    If there are more ranks than cores, they take turns: that needs no measurement
     (simulate/here.py).
     """
     fitted = []
@@ -155,12 +152,12 @@ def measure_all(
 
 
 def start_job(ranks: int) -> Job:
-    """Start ranks that compute, each by itself: as many of these as there are cores."""
+    """Start ranks that compute without communication, at most one per core."""
     return start_workers(MODULE, "computation", min(ranks, cores_here()), by="rank")
 
 
 def fit(ranks: int, seconds: Mapping[Figure, float]) -> ComputationCost:
-    """The numbers that come closest to the measured seconds of each figure."""
+    """Return the costs that fit the measured seconds of each figure best."""
     passes = [
         (BYTES_A_PASS * size[0], time)
         for (kind, _, size), time in seconds.items()
@@ -202,8 +199,8 @@ def _each(
     kind: str,
     kernel: Callable[[Sequence[int]], Kernel],
 ) -> float:
-    """What each matrix of a stack, or each inner loop of a pass, takes beside the seconds that
-    `cost` has for all."""
+    """Return the extra seconds per matrix of a stack, or per inner loop of a pass, beyond those
+    that `cost` predicts."""
     rates = Rates.of(device_of([cost], 1, 1, {}))
     measured = [(size, time) for (of, _, size), time in seconds.items() if of == kind]
     if not measured:
@@ -214,7 +211,7 @@ def _each(
 
 
 def stack_kernel(size: Sequence[int]) -> Kernel:
-    """A stack of products as the simulator sees it; size: matrices, m, k, n."""
+    """Return a stack of products as a kernel of the simulator; size: matrices, m, k, n."""
     count, m, k, n = size
     return Kernel(
         "matmul",
@@ -226,17 +223,18 @@ def stack_kernel(size: Sequence[int]) -> Kernel:
 
 
 def gaps_kernel(size: Sequence[int]) -> Kernel:
-    """A pass over rows with gaps between them; size: rows, elements of each."""
+    """Return a pass over rows with gaps as a kernel of the simulator; size: rows, elements per
+    row."""
     return Kernel("memory", "float32", 0, BYTES_A_PASS * size[0] * size[1], (size[0],))
 
 
 def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) -> ComputationCost:
-    """The same with the numbers that come closest to the steps: Python's seconds, those of a byte
-    in cache and beyond, which arrays are in it, by how much a step's products differ from those
-    measured alone, and what a byte of their matrices takes beside.
+    """Return the cost with the numbers that fit the steps best: Python's seconds, seconds per byte
+    in cache and beyond, the cache's size, the factor of a step's products, and the extra seconds
+    per byte of their matrices.
 
-    Thin products are bound by the bandwidth too, so what products take is computed again with each
-    new bandwidth.
+    Thin products are limited by the bandwidth too, so the products' seconds are computed again with
+    each new bandwidth.
     """
     measured = np.array(list(steps.values()))
     kernels = [kernels_of(size) for size in steps]
@@ -273,9 +271,9 @@ def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) ->
 def _step_row(
     kernels: Sequence[tuple[Kernel, int]], cost: ComputationCost, found: ComputationCost, limit: int
 ) -> list[float]:
-    """Results of ops; bytes of passes over no more than `limit`, and over more; seconds of
-    products, and their bytes; seconds of all that does not depend on a kernel's size, and by which
-    products are bound by the bandwidth."""
+    """Return the row of a step for the fit: results of ops; bytes of passes of at most `limit`
+    bytes, and of larger ones; seconds of products, and their bytes; seconds that do not depend on a
+    kernel's size, plus those by which the bandwidth limits products."""
     memory = [(kernel.nbytes, times) for kernel, times in kernels if kernel.kind == "memory"]
     products = [(kernel, times) for kernel, times in kernels if kernel.kind == "matmul"]
     cached = sum(nbytes * times for nbytes, times in memory if nbytes <= limit)
@@ -299,7 +297,7 @@ def _step_row(
 def bounded_least_squares(
     columns: np.ndarray, sums: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
-    """Numbers whose sums come closest to `sums`, none below `low` or above `high`."""
+    """Return the numbers within [low, high] for which columns @ numbers fits `sums` best."""
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
     numbers = low.copy()
     free = list(range(len(low)))
@@ -317,7 +315,7 @@ def bounded_least_squares(
 
 
 def kernels_of(size: tuple[int, ...]) -> list[tuple[Kernel, int]]:
-    """The kernels of a step of a small model, and how often each."""
+    """Return (kernel, number of runs) for the kernels of a step of a small model."""
     trace = run_rank(Plan(accumulate=size[3]), _model(size), rows=size[2], device_kind="cpu")
     return [
         each
@@ -335,8 +333,8 @@ def _model(size: tuple[int, ...]) -> GPTConfig:
 
 
 def _fit_passes(samples: Sequence[tuple[float, float]]) -> tuple[float, float, float, float, float]:
-    """launch, bandwidth, cache_bytes, cache_factor, worst misfit; the cache's size is the best of
-    those measured."""
+    """Return launch, bandwidth, cache_bytes, cache_factor and worst misfit; the cache's size is the
+    measured size that fits best."""
     nbytes, seconds = np.array(samples).T
     best = None
     for limit in sorted(nbytes)[2:-2]:
@@ -363,8 +361,8 @@ def _fit_passes(samples: Sequence[tuple[float, float]]) -> tuple[float, float, f
 def _fit_products(
     products: Mapping[str, Sequence[tuple[Sequence[int], float]]], launch: float
 ) -> tuple[dict[str, float], float, float, float]:
-    """The peak of each dtype, float32's `half` and bytes below which it does not count, worst
-    misfit."""
+    """Return the peak of each dtype, float32's `half`, the bytes up to which half does not count,
+    and the worst misfit."""
     peaks = {}
     half = None
     small = 0.0
@@ -391,7 +389,7 @@ def _fit_products(
             half = slope / inverse if inverse > 0 else 0.0
         sides = sides * (nbytes > small)
         inverse = float(_least_squares((flops * (1 + half * sides) / seconds)[:, None])[0])
-        # all of it was disturbed
+        # if all samples were disturbed
         inverse = inverse if inverse > 0 else float((seconds / flops).min())
         errors = np.abs(flops * inverse * (1 + half * sides) / seconds - 1)
         peaks[dtype] = 1 / inverse
@@ -401,7 +399,7 @@ def _fit_products(
 
 
 def _least_squares(columns: np.ndarray) -> np.ndarray:
-    """Numbers, none below 0, whose sums come closest to 1."""
+    """Return the numbers >= 0 for which columns @ numbers fits 1 best."""
     count = columns.shape[1]
     return bounded_least_squares(
         columns, np.ones(len(columns)), np.zeros(count), np.full(count, np.inf)
@@ -412,8 +410,8 @@ def _least_squares(columns: np.ndarray) -> np.ndarray:
 
 
 def measure(kind: str, dtype: str, size: Sequence[int]) -> list[float]:
-    """Seconds of a figure on this rank: the median of the repetitions that BUDGET allows, for as
-    long on every rank."""
+    """Return the seconds of a figure on this rank: the median of its repetitions in BUDGET seconds,
+    the same time on every rank."""
     if kind == "step":
         return [statistics.median(run(_steps, tuple(size), size=1, transport="threads")[0])]
     makers: dict[str, Callable[..., Callable[[], Any]]] = {
@@ -437,8 +435,8 @@ def measure(kind: str, dtype: str, size: Sequence[int]) -> list[float]:
 
 
 def _product(dtype: str, m: int, k: int, n: int) -> Callable[[], Any]:
-    """A product of the next of several pairs, as each layer has operands of its own; results stay
-    for as long."""
+    """Return a function that multiplies the next of several pairs, because each layer has its own
+    operands; results are kept for one cycle of the pairs."""
     return _in_turn(
         (m * k + k * n + m * n) * np.dtype(dtype).itemsize,
         lambda: (np.ones((m, k), dtype), np.ones((k, n), dtype)),
@@ -446,8 +444,8 @@ def _product(dtype: str, m: int, k: int, n: int) -> Callable[[], Any]:
 
 
 def _stack(dtype: str, count: int, m: int, k: int, n: int) -> Callable[[], Any]:
-    """The products of a stack, where the rows of its matrices lie beside each other, and the second
-    is turned."""
+    """Return a function that computes the products of a stack whose matrices are interleaved by
+    rows in memory, with the second one transposed."""
     return _in_turn(
         count * (m * k + k * n + m * n) * np.dtype(dtype).itemsize,
         lambda: (
@@ -470,8 +468,8 @@ def _in_turn(nbytes: int, pair: Callable[[], tuple[np.ndarray, np.ndarray]]) -> 
 
 
 def _passes(dtype: str, rows: int, elements: int | None = None) -> Callable[[], Any]:
-    """Six passes, each into a new array: 12, 12, 8, 8, 4 and 8 bytes an element. With rows, each
-    reads a view of them with gaps between."""
+    """Return a function of six passes, each into a new array: 12, 12, 8, 8, 4 and 8 bytes per
+    element. With `elements`, each reads a view of rows with gaps."""
     shape = rows if elements is None else (rows, 2 * elements)
     a, b = (np.full(shape, value, dtype)[..., :elements] for value in (0.5, 1.0))
 
@@ -487,7 +485,7 @@ def _passes(dtype: str, rows: int, elements: int | None = None) -> Callable[[], 
 
 
 def _steps(world: Group, size: tuple[int, ...]) -> list[float]:
-    """Seconds of each step of a small model, but for the first ones."""
+    """Return the seconds of each step of a small model, without the first two."""
     trainer = Trainer(Plan(accumulate=size[3]), _model(size), world)
     tokens = (
         np.arange(size[2] * size[1]).reshape(size[2], size[1]) * 7 % trainer.model.config.vocabulary
@@ -501,7 +499,7 @@ def _steps(world: Group, size: tuple[int, ...]) -> list[float]:
 
 
 def main() -> None:
-    """Run as one rank, whose arrays are taken and freed as in a training process."""
+    """Run as one rank, with the memory allocator set up as in a training process."""
     options = worker_arguments().parse_args()
     tune_allocator()
     answer(options.meet, options.rank, measure)

@@ -4,15 +4,13 @@ values.
     copies   no communication: each rank copies and adds its least bytes in its own memory, all
              ranks at once
     bare-tcp no reduction and no headers: each rank sends and receives its least bytes, to and from
-    all others at once,
-             over bare sockets
+             all others at once, over bare sockets
     bare-shm no header, and no call: each rank shows its least bytes on the ranks' board, and copies
-    or adds what the
-             others show; the values are right
+             or adds what the others show; the values are right
 
-None is the fastest possible: NumPy's copies are not, an all-reduce in stretches that fit the caches
-can be faster than bare-tcp, which streams all bytes at once, and bare-shm shows also what could be
-lent: beyond 2 MiB ours is quicker.
+No floor is the fastest possible: NumPy's copies are not; an all-reduce in pieces that fit the
+caches can be faster than bare-tcp, which streams all bytes at once; and bare-shm also copies arrays
+that could be lent: beyond 2 MiB our calls are faster.
 """
 
 import select
@@ -38,17 +36,17 @@ CACHED = 32 << 10  # elements of a partial sum, which stays in the processor's c
 LIMIT = 60.0  # seconds without a byte that end an exchange
 
 Run = Callable[[np.ndarray, np.ndarray], Any]
-"""`run(send, recv)`: the call that is timed; in place, `send is recv`."""
+"""`run(send, recv)`: the timed call; in place, `send is recv`."""
 
 
 def blocks(array: np.ndarray, count: int) -> list[np.ndarray]:
-    """`count` equal blocks as views (np.split takes as long as sending some KiB)."""
+    """Return `count` equal blocks as views (np.split takes as long as sending some KiB)."""
     block = len(array) // count
     return [array[number * block : (number + 1) * block] for number in range(count)]
 
 
 def copies_call(verb: "Verb", size: int) -> Run:
-    """The least copies and sums of a rank, by NumPy.
+    """Return a function with the least copies and sums of a rank, by NumPy.
 
     all-gather and all-to-all: n bytes copied. reduce-scatter: P blocks of n/P added. all-reduce:
     that, and the sum copied P-1 times.
@@ -76,11 +74,11 @@ def copies_call(verb: "Verb", size: int) -> Run:
 
 
 def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
-    """The least exchange of a rank: with each other rank n/P bytes sent and received, for an
-    all-reduce twice.
+    """Return a function with the least exchange of a rank: with each other rank n/P bytes sent and
+    received, for an all-reduce twice.
 
-    What goes to a rank lies apart from what goes to the others, as far as the array allows: an
-    all-reduce's overlap.
+    The bytes for different ranks do not overlap, as far as the array is large enough: those of an
+    all-reduce do.
 
     Args:    sockets: one to each other rank.
     """
@@ -92,7 +90,7 @@ def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
             dict(zip(sockets, _spread(array, count, size - 1), strict=True))
             for array in (send, recv)
         )
-        # where each has come to
+        # bytes done by each socket
         unsent = dict.fromkeys(sockets, 0)
         awaited = dict.fromkeys(sockets, 0)
         while unsent or awaited:
@@ -125,12 +123,12 @@ def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
 
 
 class BoardCalls:
-    """The least that ranks do by a board, in pieces: each shows what others need of it, copies or
-    adds what they show.
+    """The least work of ranks over a board, in pieces: each rank shows what others need, and copies
+    or adds what they show.
 
     all_gather, all_to_all: n bytes copied out. reduce_scatter: P blocks of n/P added. all_reduce:
     that, and the sums as all_gather's. Nothing is lent: beyond 2 MiB, where our calls lend, this is
-    no floor.
+    not a floor.
     """
 
     def __init__(self, board: Board, rank: int, size: int) -> None:
@@ -163,22 +161,21 @@ class BoardCalls:
         self._tell(sums[self.rank], sums)
 
     def _tell(self, own: np.ndarray, places: Sequence[np.ndarray]) -> None:
-        """Each shows its own to all, who copy it to that rank's place."""
+        """Show this rank's array to all ranks; each copies it to that rank's place."""
         step = SHOWN_BYTES // own.itemsize
         for start in range(0, len(places[0]), step):  # no place is longer than the first
             for src, piece in self._shown([own[start : start + step]]):
                 places[src][start : start + len(piece)] = piece
 
     def _for_me(self, parts: Sequence[np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Each shows a part for each other: (from which rank, where it begins, the piece for this
-        rank)."""
+        """Show a part for each other rank; yield (sender, begin, piece for this rank)."""
         rank = self.rank
         step = piece_bytes(self.size) // parts[0].itemsize
         for start in range(0, len(parts[0]), step):
             pieces = [part[start : start + step] for part in parts]
             counts = list(map(len, pieces))
             for src, theirs in self._shown(pieces[:rank] + pieces[rank + 1 :]):
-                # it does not show its own
+                # a rank does not show its own part
                 at = sum(counts[:rank]) - (counts[src] if src < rank else 0)
                 yield src, start, theirs[at : at + counts[rank]]
 
@@ -189,7 +186,8 @@ class BoardCalls:
 
 
 def _spread(array: np.ndarray, count: int, pieces: int) -> list[memoryview]:
-    """The bytes of `pieces` times `count` elements, as far apart as the array allows."""
+    """Return `pieces` views of `count` elements as bytes, at the largest distance that the array
+    allows."""
     gap = (len(array) - count) // max(1, pieces - 1)
     return [
         array[number * gap : number * gap + count].view(np.uint8).data for number in range(pieces)
@@ -202,8 +200,8 @@ def _step(
     move: Callable[[socket.socket, int], int],
     count: int,
 ) -> int:
-    """Move the bytes that can move now, and return their number. A socket that has reached `count`
-    is done."""
+    """Move the bytes that can move now, and return their number. Remove a socket that has moved
+    `count` bytes."""
     moved = 0
     with suppress(BlockingIOError):
         moved = move(sock, reached[sock])
@@ -216,7 +214,7 @@ def _step(
 
 
 def connected(world: Group) -> list[socket.socket]:
-    """A non-blocking connection over loopback to each other rank."""
+    """Return a non-blocking connection over loopback to each other rank."""
     with socket.create_server(("127.0.0.1", 0), backlog=world.size) as listener:
         listener.settimeout(LIMIT)
         ports = world.all_gather(np.array([listener.getsockname()[1]]))

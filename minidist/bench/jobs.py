@@ -1,4 +1,4 @@
-"""Jobs that measure on command: contenders take turns in one run, because the machine is noisy.
+"""Jobs that measure on request: contenders take turns in one run, because the machine is noisy.
 
 A job is a set of processes, the ranks of one contender. Each rank connects back over a Unix socket
 and sleeps in the kernel until it gets a question; only one job measures at a time. Every round asks
@@ -21,14 +21,14 @@ from minidist.errors import LaunchError, PeerLostError
 from minidist.files import scratch
 from minidist.launch.own_python import module_command
 
-# seconds until every rank of a job must have connected: PyTorch alone takes a few to import
+# seconds until every rank of a job must have connected: only to import PyTorch takes a few
 START_LIMIT = 60.0
-ANSWER_LIMIT = 300.0  # seconds one measurement may take
-LAST_WORDS = 10.0  # seconds for a rank that closed its connection to print the reason and end
+ANSWER_LIMIT = 300.0  # largest seconds of one measurement
+LAST_WORDS = 10.0  # seconds for a rank that closed its connection to print the reason and exit
 
 
 class Job:
-    """The ranks of one contender, waiting for commands.
+    """The ranks of one contender, which wait for questions.
 
     Args:
         name: for the table.
@@ -91,7 +91,7 @@ class Job:
             self._ranks[json.loads(stream.readline())["rank"]] = stream
 
     def output(self) -> str:
-        """The last of what the job's processes printed."""
+        """Return the last 2,000 characters that the job's processes printed."""
         self._log.flush()
         self._log.seek(0)
         return self._log.read()[-2000:].strip() or "(it printed nothing)"
@@ -137,7 +137,7 @@ class Job:
 
 @contextmanager
 def closed_at_the_end(jobs: list[Job]) -> Iterator[None]:
-    """Close the jobs of the list at the end of the block, also those that it adds."""
+    """Close the jobs of the list at the end of the block, also jobs that the block adds."""
     try:
         yield
     finally:
@@ -148,10 +148,10 @@ def closed_at_the_end(jobs: list[Job]) -> Iterator[None]:
 def start_workers(
     module: str, contender: str, ranks: int, options: Sequence[str] = (), *, by: str = "launch"
 ) -> Job:
-    """Start the ranks of one contender, whose program is the module with that word.
+    """Start the ranks of one contender: the module as a program, with the contender's name.
 
-    Args:    by: "launch" (minidist launch), "mpirun", or "rank": each rank alone, with its --rank
-             and --size.
+    Args:    by: "launch" (minidist launch), "mpirun", or "rank": each rank separately, with its
+             --rank and --size.
     Raises:  LaunchError as Job.
     """
     words = module_command(module, contender, *options)
@@ -165,13 +165,13 @@ def start_workers(
 
 
 def slowest(job: Job, **question: Any) -> list[float]:
-    """Ask for seconds. Returns: those of each repetition on its slowest rank."""
+    """Ask all ranks. Returns: the seconds of each repetition on its slowest rank."""
     return [max(row) for row in zip(*job.ask(**question), strict=True)]
 
 
 def answer(folder: str, rank: int, measure: Callable[..., Any]) -> None:
-    """The rank's side: connect, then answer every question with `measure(**question)` until the job
-    closes."""
+    """Connect a rank to its job, then answer every question with `measure(**question)` until the
+    job closes."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(Path(folder) / "meet"))
         with connection.makefile("rw") as stream:
@@ -183,7 +183,7 @@ def answer(folder: str, rank: int, measure: Callable[..., Any]) -> None:
 
 
 def worker_arguments() -> argparse.ArgumentParser:
-    """A parser of the arguments that every rank's program takes."""
+    """Return a parser of the arguments that every rank's program takes."""
     parser = argparse.ArgumentParser(
         description="one rank of a contender; minidist bench starts it"
     )

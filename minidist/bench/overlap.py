@@ -1,14 +1,13 @@
-"""`minidist bench overlap`: how much of an all-reduce hides behind a matrix product that runs
-meanwhile.
+"""`minidist bench overlap`: the share of an all-reduce that is hidden behind matrix products.
 
-    x alone          start, wait                         the time of communication
-    products alone   a number that takes about as long   the time of computation
+    communicate      start, wait                         the time of communication
+    compute          products of about the same time     the time of computation
     both             start, products, wait               at best the longer of the two, at worst
                                                          their sum
 
-`delayed` is ours over links that sleep α + n·β a message (comm/transports/throttled.py): the value
-of overlap where a network moves the bytes. The others are this machine as it is, where the cores
-that compute also carry the bytes.
+`delayed` is our all-reduce over links that sleep α + n·β per message
+(comm/transports/throttled.py): it shows the value of overlap if a network moves the bytes. The
+other contenders use this machine as it is, where the cores that compute also move the bytes.
 """
 
 import importlib.util
@@ -35,13 +34,14 @@ DELAYED = "delayed"
 GLOO = "gloo"
 CONTENDERS = (DELAYED, "tcp", "shm", GLOO)
 MODULE = "minidist.bench.overlap"
-WIDTH = 256  # of the square float32 matrices: a product takes a fraction of a millisecond
-TRIAL = 8  # products in the first look at how long one takes
+WIDTH = 256  # side of the float32 matrices: a product takes a fraction of a millisecond
+TRIAL = 8  # products of the first measurement of their time
 
 
 @dataclass(frozen=True)
 class OverlapRow:
-    """One contender: median seconds of each alone and of both at once, on its slowest rank."""
+    """The result of one contender: median seconds of communication, of computation, and of both at
+    once, on its slowest rank."""
 
     name: str
     communicate: float
@@ -50,22 +50,23 @@ class OverlapRow:
 
     @property
     def of_longer(self) -> float:
-        """`both` over the longer of the two: 1 if the shorter is hidden completely."""
+        """`both` / the longer of the two: 1 if the shorter is hidden completely."""
         return self.both / max(self.communicate, self.compute)
 
     @property
     def hidden(self) -> float:
-        """The hidden part of the shorter: 1 at best; below 0 if both at once take longer than one
-        after the other."""
+        """The hidden share of the shorter: 1 at best; below 0 if both at once take longer than
+        their sum."""
         return (self.communicate + self.compute - self.both) / min(self.communicate, self.compute)
 
     def as_json(self) -> dict[str, Any]:
-        """The row for --json, the table and the figure."""
+        """Return the row for --json, the table and the figure."""
         return {**asdict(self), "of_longer": self.of_longer, "hidden": self.hidden}
 
 
 def contenders_here() -> list[str]:
-    """Ours over delayed links and as it is; gloo where PyTorch is installed."""
+    """Return the contenders on this machine: ours over delayed links, tcp and shm; gloo if PyTorch
+    is installed."""
     return [DELAYED, "tcp", "shm", *([GLOO] if importlib.util.find_spec("torch") else [])]
 
 
@@ -78,7 +79,7 @@ def measure_all(
     beta: float,
     progress: Callable[[str], None],
 ) -> list[OverlapRow]:
-    """A row for each contender; they take turns within every round."""
+    """Return a row for each contender; they take turns within every round."""
     jobs: list[Job] = []
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
     products: dict[str, int] = {}
@@ -121,7 +122,7 @@ def measure_all(
 
 
 class TimedOverlap:
-    """A rank's communication and computation, timed alone or at once.
+    """A rank's communication and computation, timed separately or at once.
 
     Args:    start: start(x) -> a handle with wait(). multiply: one product. barrier: of all ranks.
     """
@@ -139,8 +140,8 @@ class TimedOverlap:
         self.ranks = ranks
 
     def measure(self, nbytes: int, products: int, repeats: int = 5) -> list[float]:
-        """Seconds of each repetition: all-reduce `nbytes` (none if 0) while `products` products are
-        computed."""
+        """Return the seconds of each repetition: all-reduce `nbytes` (none if 0) while `products`
+        products are computed."""
         x = np.ones(nbytes // 4, np.float32)
         seconds = []
         for _ in range(repeats + 1):  # one to warm up
@@ -162,7 +163,8 @@ class TimedOverlap:
 
 
 def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
-    """One rank of minidist, over delayed links or over the transport named like the contender."""
+    """Run one rank of minidist, over delayed links or over the transport named like the
+    contender."""
     import minidist as md
     from minidist.comm.transports.throttled import delayed
 
@@ -187,7 +189,7 @@ def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
 
 
 def gloo_rank(folder: str, rank: int, size: int) -> None:
-    """One rank of PyTorch's all_reduce(async_op=True) over gloo."""
+    """Run one rank of PyTorch's all_reduce(async_op=True) over gloo."""
     import torch
 
     dist = join_gloo(folder, rank, size)

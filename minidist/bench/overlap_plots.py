@@ -1,5 +1,4 @@
-"""The picture of a recorded step in two rows: computation with its waits, and the collectives that
-ran meanwhile."""
+"""The picture of a recorded step in two rows: computation with its waits, and the collectives."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +15,11 @@ COLOURS = {
     "all_reduce": "#c44e52",
     "all_gather": "#e08e3c",
 }
-"""Spans have the colour of their name, collectives that of their verb."""
+"""Colours of spans by name, and of collectives by verb."""
 
 
 def spans_of(records: Sequence[dict[str, Any]]) -> list[Span]:
-    """Spans from their dicts, as JSON carries them."""
+    """Return spans from their dicts in JSON."""
     return [Span(**record) for record in records]
 
 
@@ -65,7 +64,7 @@ def draw_step(
 
 
 def legend(figure: Any, **options: Any) -> None:
-    """Explain the colours, below the figure. `options` are those of matplotlib's legend."""
+    """Add a legend of the colours below the figure. `options` are those of matplotlib's legend."""
     from matplotlib.patches import Patch
 
     names = {

@@ -1,13 +1,13 @@
 """`minidist bench overlap-step`: the share of a training step's communication that is hidden by
 computation.
 
-    delayed   over links that sleep α + n·β a message (comm/transports/throttled.py), as on a
+    delayed   over links that sleep α + n·β per message (comm/transports/throttled.py), like a
               network
-    tcp       this machine as it is, where the cores that compute also carry the bytes
+    tcp       this machine as it is, where the cores that compute also move the bytes
 
 ZeRO-3 is measured with its prefetch off and on. Contenders take turns round by round. Each turn
 records its steps, and observe/overlap.py computes the share from the records of all ranks. `--why`
-explains the step of middle length among those of the middle round (observe/why.py).
+explains the step of median length of the round with the median share (observe/why.py).
 """
 
 import statistics
@@ -42,19 +42,19 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """For the table: "zero3, prefetch off, delayed"."""
+        """The name for the table: "zero3, prefetch off, delayed"."""
         prefetch = {None: "", 0: ", prefetch off"}.get(self.ahead, ", prefetch on")
         return f"{self.strategy}{prefetch}, {self.link}"
 
     def arguments(self) -> list[str]:
-        """For the worker's command line."""
+        """Return the options for the worker's command line."""
         return [f"--link={self.link}", f"--ahead={1 if self.ahead is None else self.ahead}"]
 
 
 @dataclass(frozen=True)
 class OverlapStepRow:
-    """One contender over all rounds, steps and ranks: seconds a step and rank, and the hidden
-    share."""
+    """The result of one contender: seconds per step and rank, and the hidden share, of the round
+    with the median share; step_seconds: median over all rounds."""
 
     name: str
     strategy: str
@@ -65,14 +65,14 @@ class OverlapStepRow:
     hidden: float
     waited: float
     share: float
-    steps: list[list[dict[str, Any]]] = field(default_factory=list)  # a step's spans, each rank's
+    steps: list[list[dict[str, Any]]] = field(default_factory=list)  # a step's spans, by rank
     why: dict[str, Any] | None = None  # the report of that step, if asked for
-    # what_if.py: change, predicted, measured
+    # from what_if.py: change, predicted, measured
     what_if: list[dict[str, Any]] = field(default_factory=list)
 
 
 def contenders(strategies: list[str], links: list[str]) -> list[Contender]:
-    """Each strategy over each link; ZeRO-3 twice."""
+    """Return each strategy over each link; ZeRO-3 twice, with prefetch off and on."""
     return [
         Contender(name, link, ahead)
         for link in links
@@ -94,8 +94,8 @@ def measure_all(
     *,
     explain: bool = False,
 ) -> list[OverlapStepRow]:
-    """A row for each contender; they take turns within every round. Args: explain: with the report
-    of a step."""
+    """Return a row for each contender; they take turns within every round. Args: explain: add the
+    report of a step."""
     jobs: list[Job] = []
     answers: list[list[list[dict[str, Any]]]] = [[] for _ in chosen]
     with closed_at_the_end(jobs):
@@ -124,7 +124,7 @@ def measure_all(
 
 
 def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -> OverlapStepRow:
-    """The median share over rounds, with the times of that round."""
+    """Return the row of a contender: the median share over rounds, with the times of that round."""
     jobs = [together([Overlap(**rank["overlap"]) for rank in ranks]) for ranks in rounds]
     middle = sorted(range(len(jobs)), key=lambda index: jobs[index].share)[len(jobs) // 2]
     each = steps * len(rounds[middle])
@@ -150,7 +150,7 @@ def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -
 
 
 def explained(row: OverlapStepRow) -> OverlapStepRow:
-    """The row of several steps' spans, with the step of middle length alone and its report."""
+    """Return the row with only the step of median length, and its report."""
     timelines = timelines_of(row.steps)
     step = typical_step(timelines)
     return replace(
@@ -161,7 +161,7 @@ def explained(row: OverlapStepRow) -> OverlapStepRow:
 
 
 def timelines_of(steps: list[list[dict[str, Any]]]) -> list[Timeline]:
-    """Timelines from each rank's spans, as JSON carries them."""
+    """Return timelines from each rank's spans in JSON."""
     timelines = [Timeline(rank) for rank in range(len(steps))]
     for timeline, spans in zip(timelines, steps, strict=True):
         timeline.spans = spans_of(spans)
@@ -169,7 +169,7 @@ def timelines_of(steps: list[list[dict[str, Any]]]) -> list[Timeline]:
 
 
 def spans_of_step(timeline: Timeline, first: int, last: int | None = None) -> list[Span]:
-    """The spans in these steps (default: in one), but for single messages."""
+    """Return the spans in the steps from first to last (default: only first), without messages."""
     steps = {span.details["step"]: span for span in timeline.spans if span.name == "step"}
     start = steps[first].start
     stop = steps[first if last is None else last].stop
@@ -186,7 +186,7 @@ def spans_of_step(timeline: Timeline, first: int, last: int | None = None) -> li
 def make_strategy(
     name: str, model: Any, group: Any, *, bucket_bytes: int, ahead: int, recorder: Any
 ) -> Any:
-    """The strategy called `name`, for `model` over `group`."""
+    """Return the strategy called `name`, for `model` over `group`."""
     from minidist.parallel.data.ddp import DDP
     from minidist.parallel.zero.zero1 import Zero1
     from minidist.parallel.zero.zero2 import Zero2
@@ -201,10 +201,10 @@ def make_strategy(
 def recorded_steps(
     group: Any, name: str, model: Model, bucket_bytes: int, ahead: int, *, explain: bool = False
 ) -> Callable[..., Any]:
-    """A function that makes `steps` steps and returns their seconds, their overlap, and the spans
-    of the last.
+    """Return a function that makes `steps` steps and returns their seconds, their overlap, and the
+    spans of the last step.
 
-    Args:    explain: follow waits, and return the spans of all the steps.
+    Args:    explain: follow waits, and return the spans of all steps.
     """
     from minidist.nn import GPT
     from minidist.optim import AdamW
@@ -222,7 +222,7 @@ def recorded_steps(
     def take(steps: int) -> dict[str, Any]:
         timeline.spans.clear()
         seconds = []
-        # the first, which gathers the last round's update, does not count
+        # the first step, which gathers the last round's update, does not count
         for step in range(steps + 1):
             start = time.perf_counter()
             with timeline.span("step", step=step):
@@ -241,7 +241,7 @@ def recorded_steps(
 
 @contextmanager
 def linked(world: Any, link: str, alpha: float, beta: float) -> Iterator[Any]:
-    """The world's group over links of the kind `link`."""
+    """Yield the world's group over links of the kind `link`."""
     from minidist.comm.transports.throttled import delayed
 
     if link == "delayed":

@@ -19,12 +19,12 @@ COLOURS = {
     "bare-tcp": "#6b7280",
     "bare-shm": "#b8a04a",
 }
-# dashed, so that ours and theirs differ without colour too
+# contenders with dashed lines, so that ours and theirs also differ without colour
 PEERS = ("gloo", "MPI", "copies", "bare-tcp", "bare-shm")
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A blank figure, in inches."""
+    """Return an empty figure; width and height in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -36,11 +36,11 @@ def draw_bus_bandwidth(
     seconds: dict[int, dict[str, dict[int, float]]],
     bandwidth: Callable[[int, float, int], float],
 ) -> None:
-    """One panel a rank count: bus bandwidth (GB/s) of each contender over bytes, both axes
+    """Draw one panel per rank count: bus bandwidth (GB/s) of each contender over bytes, both axes
     logarithmic.
 
     Args:    seconds: {ranks: {contender: {bytes: seconds}}}; bandwidth(bytes, seconds, ranks) ->
-             bytes a second.
+             bytes per second.
     Raises:  OSError if `path` cannot be written.
     """
     figure = new_figure(5.2 * len(seconds), 4.2)
@@ -65,8 +65,8 @@ def draw_bus_bandwidth(
 
 
 def draw_overlap(path: Path, result: dict[str, Any]) -> None:
-    """For each contender its all-reduce, its products, and both at once, in ms. Raises OSError as
-    above."""
+    """Draw, for each contender, its all-reduce, its products, and both at once, in ms. Raises
+    OSError as above."""
     rows = result["rows"]
     figure = new_figure(1.6 + 1.9 * len(rows), 3.8)
     panel = figure.subplots()
@@ -97,10 +97,10 @@ def draw_overlap(path: Path, result: dict[str, Any]) -> None:
 
 
 def draw_overlap_step(path: Path, result: dict[str, Any]) -> None:
-    """For each contender rank 0's last step as recorded: computing, and collectives. Raises OSError
-    as above.
+    """Draw, for each contender, rank 0's last step: computing, and collectives. Raises OSError as
+    above.
 
-    With --why a step of all ranks, and its critical path.
+    With --why it draws a step of all ranks, and its critical path.
     """
     rows = result["rows"]
     if rows[0]["why"] is not None:
@@ -123,7 +123,8 @@ def draw_overlap_step(path: Path, result: dict[str, Any]) -> None:
 
 
 def draw_save(path: Path, result: dict[str, Any]) -> None:
-    """Bytes a second of each contender, blocking and in the background. Raises OSError as above."""
+    """Draw MiB per second of each contender, blocking and in the background. Raises OSError as
+    above."""
     rows = result["rows"]
     figure = new_figure(1.6 + 1.9 * len(rows), 3.8)
     panel = figure.subplots()
@@ -140,8 +141,8 @@ def draw_save(path: Path, result: dict[str, Any]) -> None:
 
 
 def draw_calibration(path: Path, result: dict[str, Any]) -> None:
-    """One panel a rank count: seconds of an exchange over its bytes, measured and fitted. Raises
-    OSError as above."""
+    """Draw one panel per rank count: time of an exchange (µs) over its bytes, measured and fitted.
+    Raises OSError as above."""
     links = result["links"]
     counts = sorted({link["ranks"] for link in links})
     figure = new_figure(max(7.4, 5.2 * len(counts)), 4.2)
@@ -177,7 +178,7 @@ def draw_calibration(path: Path, result: dict[str, Any]) -> None:
 
 
 def _over_bytes(panel: Any, ranks: Any, label: str) -> None:
-    """Both axes logarithmic, bytes along the lower one."""
+    """Set both axes logarithmic, with bytes along the horizontal axis."""
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_title(f"{ranks} ranks", loc="left")

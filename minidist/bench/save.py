@@ -1,18 +1,19 @@
-"""`minidist bench save`: checkpoints beside torch.distributed.checkpoint's: same bytes, checksums,
-fsync, same disk.
+"""`minidist bench save`: checkpoints compared with torch.distributed.checkpoint's: same bytes, same
+disk, both with checksums and fsync.
 
     blocking       training waits for the disk
-    background     it waits for a copy of the state; meanwhile matrix products run, as a training's
-                   next step would
+    background     training waits for a copy of the state; then matrix products run during the save,
+                   like a training's next step
 
-Beside that: how long training stands still for the copy, in copies of the same state by NumPy; and
-steps with a save at every `--every`-th beside steps without. Contenders take turns round by round;
-of a round the slowest rank counts. Last come `--saves` saves of ours, a step after each, and the
-resident memory of a rank after a tenth of them and after all.
+Also measured: how long training waits for the copy, in units of a copy of the same state by NumPy;
+and `--every` steps with one save compared with as many steps without a save. Contenders take turns
+round by round; in a round the slowest rank counts. At the end our contender makes `--saves` saves
+with a step after each; the resident memory of a rank is measured after a tenth of them and after
+all.
 
-PyTorch's writer gets what makes it fast: plans that are kept from save to save, and a copy whose
-memory is kept. Its checksums are those of the zip files that torch.save writes, a CRC-32 of each
-tensor; ours are a CRC-32 of each 256 KiB.
+PyTorch's writer gets its fast options: plans and the memory of the copy are kept from save to save.
+Its checksums are those of the zip files that torch.save writes, a CRC-32 per tensor; ours are a
+CRC-32 per 256 KiB.
 """
 
 import importlib
@@ -42,13 +43,13 @@ MODULE = "minidist.bench.save"
 OURS = "minidist"
 PEER = "torch.distributed.checkpoint"
 WAYS = ("blocking", "background")
-PRODUCT = 256  # rows of the matrices that are multiplied behind a save
+PRODUCT = 256  # rows of the matrices that are multiplied during a save
 
 Answers = dict[tuple[str, str], list[list[dict[str, float]]]]
 
 
 def contenders_here() -> list[str]:
-    """Ours, and PyTorch's where it is installed."""
+    """Return our contender, and PyTorch's if it is installed."""
     return [OURS] + [PEER] * (importlib.util.find_spec("torch") is not None)
 
 
@@ -61,11 +62,11 @@ def measure_all(
     folder: Path | None,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Rows of each contender and way; seconds of steps without and with a save, a pair a round;
-    memory over many saves.
+    """Return rows of each contender and way; seconds of steps without and with a save, one pair per
+    round; memory over many saves.
 
-    Args:    every: steps to a save; saves: of the memory's part, half of them in the background;
-             folder: on the disk to measure (None: that of temporary files).
+    Args:    every: steps per save; saves: number for the measurement of memory, half of them in the
+             background; folder: on the disk to measure (None: the folder of temporary files).
     """
     jobs: dict[str, Job] = {}
     started: list[Job] = []
@@ -120,12 +121,12 @@ def measure_all(
 
 
 def _order(number: int) -> tuple[bool, bool]:
-    """Which of the two comes first takes turns, too."""
+    """Return the order of steps without and with a save; it alternates between rounds."""
     return (False, True) if number % 2 == 0 else (True, False)
 
 
 def _rows(answers: Answers, nbytes: int) -> list[dict[str, Any]]:
-    """Medians over rounds, of the slowest rank in each."""
+    """Return medians over rounds of the slowest rank of each round."""
     rows = []
     for (name, way), rounds in answers.items():
         seconds, stands, copies = (
@@ -152,8 +153,8 @@ def _rows(answers: Answers, nbytes: int) -> list[dict[str, Any]]:
 
 
 def timed_save(start: Callable[[], Any], done: Callable[[Any], bool]) -> dict[str, float]:
-    """Seconds of a save in the background, and those for which start() kept the caller; matrix
-    products run behind."""
+    """Return the seconds of a save in the background, and the seconds for which start() blocked the
+    caller; matrix products run during the save."""
     left = np.ones((PRODUCT, PRODUCT), np.float32)
     right = left.copy()
     out = left.copy()
@@ -166,7 +167,7 @@ def timed_save(start: Callable[[], Any], done: Callable[[Any], bool]) -> dict[st
 
 
 def timed_copy(arrays: list[np.ndarray], targets: list[np.ndarray]) -> float:
-    """Seconds of one copy of the state, by NumPy."""
+    """Return the seconds of one copy of the state, by NumPy."""
     begun = time.perf_counter()
     for array, target in zip(arrays, targets, strict=True):
         np.copyto(target, array)
@@ -174,7 +175,7 @@ def timed_copy(arrays: list[np.ndarray], targets: list[np.ndarray]) -> float:
 
 
 def our_answers(world: Any, model: Model, folder: str) -> Callable[..., Any]:
-    """A function that saves as asked, or takes steps. ZeRO-1 on all ranks."""
+    """Return a function that saves or makes steps as asked, with ZeRO-1 on all ranks."""
     from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
     trainer = Trainer(Plan(dp=world.size, zero=1), model.config(), world)
@@ -225,8 +226,8 @@ def our_answers(world: Any, model: Model, folder: str) -> Callable[..., Any]:
 
 
 def memory_over(saves: int, trainer: Any, place: Path, batch: Any) -> dict[str, float]:
-    """Resident bytes of this process after a tenth of so many saves and after all, and the most
-    after any."""
+    """Return the resident bytes of this process after a tenth of the saves and after all, and their
+    maximum."""
     resident = []
     for number in range(saves):
         if number % 2:
@@ -243,7 +244,8 @@ def memory_over(saves: int, trainer: Any, place: Path, batch: Any) -> dict[str, 
 
 
 def peers_answers(distributed: Any, rank: int, folder: str) -> Callable[..., Any]:
-    """The same by PyTorch: tensors of as many bytes on each rank, under names of its own."""
+    """Return the same function by PyTorch: tensors of the same bytes on each rank, with different
+    names on each rank."""
     import torch
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 

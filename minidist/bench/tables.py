@@ -22,8 +22,8 @@ INSTALL_GLOO = 'pip install -e ".[bench]"'
 
 
 def show_collective(result: dict[str, Any], console: Console) -> None:
-    """One table a rank count: time and bus bandwidth of each contender, ours as multiples of its
-    peer's speed."""
+    """Print one table per rank count: time and bus bandwidth of each contender, and our speed as a
+    multiple of the peer's."""
     verb = collectives.VERBS[result["what"]]
     for ranks, times in result["seconds"].items():
         ratios = [name for name in times if _peer_of(verb, name) in times]
@@ -53,7 +53,7 @@ def show_collective(result: dict[str, Any], console: Console) -> None:
 
 
 def _peer_of(verb: collectives.Verb, contender: str) -> str:
-    """The peer that a contender is compared with; "" for a peer."""
+    """Return the peer that a contender is compared with; "" for a peer."""
     peers = {
         "tcp": collectives.GLOO,
         "shm": verb.mpi,
@@ -66,7 +66,8 @@ def _peer_of(verb: collectives.Verb, contender: str) -> str:
 
 
 def show_overlap(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender: each alone, both at once, and the latter over the longer."""
+    """Print a row per contender: communication, computation, both at once, and both / the
+    longer."""
     table = new_table(
         f"all-reduce of {size_text(result['nbytes'])} beside matrix products, {result['ranks']} "
         "ranks (ms)",
@@ -97,7 +98,7 @@ def show_overlap(result: dict[str, Any], console: Console) -> None:
 
 
 def show_overlap_step(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender: a step, its communication, and the hidden share."""
+    """Print a row per contender: a step, its communication, and the hidden share."""
     table = new_table(
         f"communication under computation in a training step, {result['ranks']} ranks (ms a step "
         "and rank): " + sizes(result),
@@ -131,8 +132,7 @@ def show_overlap_step(result: dict[str, Any], console: Console) -> None:
 
 
 def _show_what_if(result: dict[str, Any], console: Console) -> None:
-    """A row for each change of each contender: predicted from the recorded step, and measured
-    then."""
+    """Print a row per contender and change: predicted from the recorded step, then measured."""
     table = new_table(
         "what if (ms a step)", "", "", "recorded", "predicted", "measured", "of measured", left=2
     )
@@ -156,8 +156,7 @@ def _show_what_if(result: dict[str, Any], console: Console) -> None:
 
 
 def show_save(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender and way: its rate, and how long training stands still; then the
-    steps."""
+    """Print a row per contender and way: its rate, and how long training waits; then the steps."""
     table = new_table(
         f"checkpoints of {size_text(result['nbytes'])}, {result['ranks']} ranks: {sizes(result)}",
         "",
@@ -194,7 +193,8 @@ def show_save(result: dict[str, Any], console: Console) -> None:
 
 
 def show_calibration(result: dict[str, Any], console: Console) -> None:
-    """A row for each link class and rank count; what computation costs; where the profile went."""
+    """Print a row per link class and rank count, the costs of computation, and the profile's
+    path."""
     if result["links"]:
         _show_links(result["links"], console)
     if result["computation"]:
@@ -212,7 +212,7 @@ def show_calibration(result: dict[str, Any], console: Console) -> None:
 
 
 def _show_links(links: Iterable[dict[str, Any]], console: Console) -> None:
-    """A row for each link class and rank count."""
+    """Print a row per link class and rank count."""
     table = new_table(
         "what messages cost: α + n·β",
         "link",
@@ -252,7 +252,7 @@ def _show_links(links: Iterable[dict[str, Any]], console: Console) -> None:
 
 
 def _show_computation(costs: Iterable[dict[str, Any]], console: Console) -> None:
-    """A row for each number of ranks that computed at once."""
+    """Print a row per number of ranks that computed at once."""
     table = new_table(
         "what computation costs a rank",
         "ranks at once",
@@ -296,8 +296,8 @@ def _show_computation(costs: Iterable[dict[str, Any]], console: Console) -> None
 
 
 def new_table(title: str, *columns: str, left: int = 1) -> Table:
-    """A table as every bench prints it: the first `left` columns are left-aligned, the others
-    right."""
+    """Return an empty table in the style of all benches: the first `left` columns are left-aligned,
+    the others right-aligned."""
     table = Table(title=title, title_justify="left", header_style="bold cyan")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left else "right")
@@ -311,5 +311,5 @@ def notes(console: Console, lines: Iterable[str]) -> None:
 
 
 def sizes(result: dict[str, Any]) -> str:
-    """The model of a result: "layers 4, width 256, …"."""
+    """Return the model of a result as text: "layers 4, width 256, …"."""
     return ", ".join(f"{name} {value}" for name, value in result["model"].items())

@@ -1,5 +1,5 @@
-"""`minidist bench overlap-step --why --what-if CHANGE`: the recorded step under a change,
-predicted, then run."""
+"""`minidist bench overlap-step --why --what-if CHANGE`: the recorded step with a change, predicted,
+then run."""
 
 import argparse
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _LEAST = {"bucket": 1, "bandwidth": 1, "alpha": 0, "ahead": 0}
 
 
 def change(text: str) -> Change:
-    """A change from its text, "bucket=1MiB,ahead=2". Raises: ArgumentTypeError."""
+    """Return a change from its text, "bucket=1MiB,ahead=2". Raises: ArgumentTypeError."""
     found = {}
     for word in text.split(","):
         name, _, value = word.partition("=")
@@ -47,8 +47,8 @@ def follow(
     args: argparse.Namespace,
     progress: Callable[[str], None],
 ) -> list[OverlapStepRow]:
-    """The rows with each change that applies to them: what the recorded step predicts, and the
-    median of its run."""
+    """Return the rows with each change that applies to them: the prediction from the recorded step,
+    and the median of a run."""
     found = []
     for row, contender in zip(rows, chosen, strict=True):
         assert row.why is not None
@@ -70,8 +70,8 @@ def follow(
 
 
 def applies(change: Change, contender: Contender) -> bool:
-    """Whether a contender has what is to change: buckets, a prefetch that is on, links of a given
-    speed."""
+    """Return whether a contender has what the change concerns: buckets, ZeRO-3's prefetch, links of
+    a given speed."""
     if (change.alpha is not None or change.bandwidth is not None) and contender.link != "delayed":
         return False
     if contender.strategy == "zero3":
@@ -80,7 +80,7 @@ def applies(change: Change, contender: Contender) -> bool:
 
 
 def text_of(change: Change) -> str:
-    """The change as it is written: "bucket=1048576,ahead=2"."""
+    """Return the change as text: "bucket=1048576,ahead=2"."""
     words = {name: value for name, value in asdict(change).items() if value is not None}
     return ",".join(
         f"{name}={('off', 'on')[value] if isinstance(value, bool) else value}"
@@ -91,7 +91,8 @@ def text_of(change: Change) -> str:
 def _measured(
     change: Change, contender: Contender, args: argparse.Namespace, progress: Callable[[str], None]
 ) -> float | None:
-    """Seconds of a step that runs under the change; None if no strategy of ours can."""
+    """Return the seconds of a step that runs with the change; None if none of our strategies can
+    run it."""
     if change.order is not None or change.priority is not None:
         return None
     ahead = contender.ahead if change.ahead is None else change.ahead

@@ -11,11 +11,13 @@
     rapl                counters of packages and memory modules     this host, all programs on it
     estimate            busy seconds × watts                        this rank; no counter was read
 
-Ranks that read the same counter share its joules: the counter is counted once, and each rank is
-given the part that it has of their busy seconds. Busy seconds are processor time of all threads of
-the rank's process; of a rank that is a thread, of that thread. The estimate of a rank on a GPU
-takes all seconds as busy. Its watts are those of one busy core,
-or of the GPU, and without --watts they are assumed.          notes: N2 §12.3
+Ranks that read the same counter share its joules: the counter counts once, and each rank gets a
+part in proportion to its busy seconds. Busy seconds are the processor time of all threads of the
+rank's process, or of one thread if the rank is a thread. The estimate of a rank on a GPU takes all
+seconds as busy. The watts are those of one busy core or of the GPU; without --watts they are
+assumed.
+
+notes: N2 §12.3
 """
 
 import time
@@ -27,9 +29,9 @@ from typing import Any
 from minidist.observe.energy_counters import POWERCAP, open_counters
 
 ASSUMED_WATTS = {"cpu": 10.0, "cuda": 400.0}
-"""Of one busy core with its part of the package, and of one busy GPU. An order of magnitude, not a
-measurement: a Xeon Platinum 8280 is specified at 205 W for 28 cores, GPUs of simulate/clusters.toml
-at 300 to 1000 W."""
+"""Watts of one busy core with its part of the package, and of one busy GPU. An order of magnitude,
+not a measurement: a Xeon Platinum 8280 is specified at 205 W for 28 cores, GPUs of
+simulate/clusters.toml at 300 to 1000 W."""
 
 HOW = {
     "rapl": "counters of packages and memory count all programs on a host",
@@ -40,14 +42,14 @@ SHARED = "ranks that share a counter share its joules by busy seconds"
 
 
 class Meter:
-    """The energy of one rank since the meter was made.
+    """A meter of one rank's energy, from its creation on.
 
     Args:    device: "cpu" or "cuda"; gpu: its bus id; watts: for the estimate (None:
              ASSUMED_WATTS);
-             is_thread: the rank is a thread among others of its process, and makes all calls;
+             is_thread: the rank is one of several threads of its process, and makes all calls;
              powercap: the tree of RAPL's zones.
-    Attributes: problem: why counters that are there cannot be read, one line; None if they can, or
-    there are none.
+    Attributes: problem: one line on why existing counters cannot be read; None if they can, or if
+                there are none.
     """
 
     def __init__(
@@ -75,22 +77,23 @@ class Meter:
         self._stopped = False
 
     def read(self) -> float:
-        """Joules so far: of all counters that this rank reads, or its estimate.
+        """Return the joules so far: of all counters that this rank reads, or its estimate.
 
-        Cost:    a system call a counter.
+        Cost:    a system call per counter.
         """
         if not self._stopped:
             self._busy, self._read = self._clock() - self._start, self._counters.read()
         return sum(self._read.values()) / 1e6 if self._read else self._busy * self.watts
 
     def stop(self) -> None:
-        """Read for the last time; later calls see this reading. A second time does nothing."""
+        """Read for the last time and close the counters; later calls return this reading. A second
+        call changes nothing."""
         self.read()
         self._stopped = True
         self._counters.close()
 
     def record(self) -> dict[str, Any]:
-        """What energy_of_run needs of this rank."""
+        """Return this rank's record for energy_of_run."""
         self.read()
         return {
             "source": self.source,
@@ -102,13 +105,13 @@ class Meter:
 
 
 def energy_of_run(records: Sequence[dict[str, Any]], *, steps: int, tokens: int) -> dict[str, Any]:
-    """The energy of all ranks: "energy" of metrics.json.
+    """Return the energy of all ranks: "energy" of metrics.json.
 
     Args:    records: of every rank, in rank order; tokens: of all steps.
     Returns: source, joules, joules_a_step and joules_a_token (None without a step), by_rank,
-    busy_seconds by rank,
-             counters {name: {joules, ranks}}, estimate: whether any rank's joules are one, watts
-             and watts_assumed of the estimate, how: one line that says what the numbers are.
+             busy_seconds by rank, counters {name: {joules, ranks}}, estimate: whether any rank's
+             joules are an estimate, watts and watts_assumed of the estimate, how: one line that
+             explains the numbers.
     """
     readers: defaultdict[str, list[int]] = defaultdict(list)
     by_rank = [0.0] * len(records)
@@ -146,7 +149,7 @@ def energy_of_run(records: Sequence[dict[str, Any]], *, steps: int, tokens: int)
 
 
 def energy_in_words(energy: dict[str, Any]) -> str:
-    """One line for the terminal. Whatever is estimated is called an estimate."""
+    """Return one line for the terminal; it names an estimate as such."""
     title = "energy, an estimate" if energy["estimate"] else "energy"
     parts = [f"{_short(energy['joules'])} J in all"]
     if energy["joules_a_step"] is not None:
@@ -167,5 +170,5 @@ def energy_in_words(energy: dict[str, Any]) -> str:
 
 
 def _short(number: float) -> str:
-    """Three digits or more, never an exponent of ten below a million."""
+    """Return a number as text: with thousands separators from 100 on, else with three digits."""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"

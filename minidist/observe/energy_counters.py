@@ -1,10 +1,9 @@
-"""Energy counters of the hardware: RAPL's of processors, by the powercap tree, and NVML's of GPUs.
+"""Energy counters of the hardware: RAPL for processors (by the powercap tree), NVML for GPUs.
 
     counters = open_counters("cuda", gpu=bus_id)
-    counters.read()                     # {"GPU-8f3c…": 1200000, "5c1e…/package-0": 640000},
-                                        microjoules since opened
+    counters.read()     # microjoules so far: {"GPU-8f3c…": 1200000, "5c1e…/package-0": 640000}
 
-/sys/class/powercap holds a folder a zone, here of a host with two sockets:
+/sys/class/powercap holds one folder per zone; this example has two sockets:
 
     intel-rapl:0        package-0   a socket: its cores, caches and memory controller   counted
     intel-rapl:0:0      core        inside package-0                                    not counted again
@@ -13,9 +12,9 @@
     intel-rapl:2        psys        the whole board, packages included                  not counted again
     intel-rapl-mmio:0   package-0   the same counter by another register                not counted again
 
-The counter of a zone is `energy_uj`. It runs up to `max_energy_range_uj` and begins again at 0,
-after minutes at full power (65 kJ and 500 W: 131 s). A rank reads it at the end of each step, so a
-step must not last longer than that.
+The counter of a zone is `energy_uj`. At `max_energy_range_uj` it restarts at 0, after minutes at
+full power (65 kJ and 500 W: 131 s). A rank reads it at the end of each step, so a step must not
+last longer than these minutes.
 
 Source: Khan et al. 2018, RAPL in Action (what each zone holds); Linux,
 Documentation/power/powercap/powercap.rst.
@@ -32,21 +31,21 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class EnergyCounter(Protocol):
-    """One counter. name: the same on every rank that reads this counter, and of no other; source:
-    "rapl" or "nvml"."""
+    """An energy counter. name: equal on all ranks that read this counter, and different from every
+    other counter's; source: "rapl" or "nvml"."""
 
     name: str
     source: str
 
     def read(self) -> int:
-        """Microjoules since the counter was opened."""
+        """Return the microjoules since the counter was opened."""
 
     def close(self) -> None:
-        """Let it go."""
+        """Release the counter."""
 
 
 class RaplZone:
-    """One zone of the powercap tree.
+    """The energy counter of one zone of the powercap tree.
 
     Args:    folder: of the zone; name: of the counter.
     Cost:    a read is one system call.
@@ -67,8 +66,8 @@ class RaplZone:
             raise
 
     def read(self) -> int:
-        """Microjoules since this object was made. A zone that can no longer be read stays where it
-        was."""
+        """Return the microjoules since this object was made; if the zone can no longer be read, the
+        last value."""
         with suppress(OSError, ValueError):
             now = self._now()
             self._total += now - self._last + (self._range if now < self._last else 0)
@@ -83,7 +82,8 @@ class RaplZone:
 
 
 class NvmlGpu:
-    """One GPU. Its driver counts millijoules since it was loaded, in 64 bits (Volta and later).
+    """The energy counter of one GPU. The driver counts millijoules since it was loaded, in 64 bits
+    (Volta and later).
 
     Args:    bus_id: of the GPU on the PCI bus, as CUDA gives it.
     Raises:  ImportError without pynvml; pynvml.NVMLError if the driver or the GPU has no such
@@ -102,8 +102,8 @@ class NvmlGpu:
         self._start = self._total = self._now()
 
     def read(self) -> int:
-        """Microjoules since this object was made. A GPU that can no longer be read stays where it
-        was."""
+        """Return the microjoules since this object was made; if the GPU can no longer be read, the
+        last value."""
         with suppress(self._nvml.NVMLError):
             self._total = self._now()
         return 1000 * (self._total - self._start)
@@ -119,9 +119,8 @@ class NvmlGpu:
 class EnergyCounters:
     """The counters that one rank reads.
 
-    Attributes: counters: empty if nothing can be read; problem: the reason, where the host has
-    counters that this
-                process cannot read, as one line.
+    Attributes: counters: empty if nothing can be read; problem: one line, if the host has counters
+                that this process cannot read.
     """
 
     def __init__(self, counters: list[EnergyCounter], problem: str | None = None) -> None:
@@ -130,15 +129,15 @@ class EnergyCounters:
 
     @property
     def source(self) -> str:
-        """ "rapl", "nvml", "nvml + rapl"; "estimate" without counters."""
+        """Kinds of the counters: "rapl", "nvml" or "nvml + rapl"; "estimate" without counters."""
         return " + ".join(sorted({counter.source for counter in self.counters})) or "estimate"
 
     def read(self) -> dict[str, int]:
-        """Microjoules of each counter since it was opened."""
+        """Return {counter: microjoules since it was opened}."""
         return {counter.name: counter.read() for counter in self.counters}
 
     def close(self) -> None:
-        """Let all counters go; a second time does nothing."""
+        """Release all counters; a second call does nothing."""
         for counter in self.counters:
             counter.close()
         self.counters = []
@@ -147,10 +146,10 @@ class EnergyCounters:
 def open_counters(
     device: str = "cpu", *, gpu: str | None = None, powercap: Path = POWERCAP
 ) -> EnergyCounters:
-    """The counters of this host's packages, and with device "cuda" of one GPU.
+    """Return the counters of this host's packages, and with device "cuda" also of one GPU.
 
-    Without the GPU's counter a rank on a GPU has none: packages alone would leave out the larger
-    part.
+    If the GPU's counter cannot be read, a rank on a GPU gets no counter: the packages are the
+    smaller part of its energy.
 
     Args:    gpu: the GPU's bus id; powercap: the tree of RAPL's zones.
     """
@@ -181,7 +180,7 @@ def open_counters(
 
 
 def rapl_zones(powercap: Path) -> dict[str, Path]:
-    """The zones to count, each joule in one of them: packages, and the memory modules beside each.
+    """Return the zones to count: packages and their memory modules, so that each joule counts once.
 
     Returns: {"package-0": folder, "package-0/dram": folder, …}; empty without a tree.
     Raises:  OSError if the name of a zone cannot be read.
@@ -199,7 +198,7 @@ def rapl_zones(powercap: Path) -> dict[str, Path]:
 
 
 def host_id() -> str:
-    """The same for all processes of one kernel, also in containers; of no other host."""
+    """Return an id of this host: equal for all processes of its kernel, also in containers."""
     try:
         return BOOT_ID.read_text().strip()[:13]
     except OSError:

@@ -1,7 +1,7 @@
-"""Chapter 24 · The events of a rank: what it does in a step, in its own order, without times.
+"""Chapter 24 · The events of a rank: its actions in a step, in their order, without times.
 
-A rank's trace is a list of these. Chapter 24 records it from the modules themselves, without data;
-chapter 23 from a captured run. `minidist.observe.replay` puts all ranks' traces on one clock.
+A rank's trace is a list of events. Chapter 24 records it from the modules themselves, without data;
+chapter 23 from a captured run. `minidist.observe.replay` puts the traces of all ranks on one clock.
 
     Busy(7, "forward", 0)  Start(0, GroupCall("tp", "all_reduce", "ring", 1 << 20))  Await(0)  …
 """
@@ -11,8 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Busy(NamedTuple):
-    """The rank's own stream works; `work` says what it does, and the replay says how long that
-    takes."""
+    """Work of the rank's own stream; `work` names it, and the replay gives its duration."""
 
     work: Hashable
     name: str  # "forward", "backward", "update", …
@@ -20,35 +19,34 @@ class Busy(NamedTuple):
 
 
 class GroupCall(NamedTuple):
-    """A collective, or a message to or from one peer. The axis and the rank together name the
-    group.
+    """A collective, or a message to or from one peer; axis and rank together identify the group.
 
-    The n-th collective of a group on one rank meets the n-th on the others. Messages of a pair meet
-    in order. An exchange is two calls: a send and a recv.
+    The n-th collective of a group on one rank is the n-th on its other ranks. Messages of a pair of
+    ranks are matched in order. An exchange is two calls: a send and a recv.
     """
 
     axis: str  # "dp", "tp", "dp,cp", "world"
     verb: str  # "all_reduce", …, "send", "recv"
     algorithm: str  # never "auto"
-    nbytes: int  # of the rank's array: n of the volume formulas
-    blocks: tuple[int, ...] = ()  # bytes of each rank where they differ; all_to_all: to each rank
-    peer: int = -1  # of a message: rank in the group
+    nbytes: int  # bytes of the rank's array: n of the volume formulas
+    blocks: tuple[int, ...] = ()  # bytes of each rank if they differ; all_to_all: to each rank
+    peer: int = -1  # for a message: the other rank, numbered in the group
     name: str = ""  # bucket or layer, for pictures
     itemsize: int = 1
     dims: int = 1
 
 
 class Start(NamedTuple):
-    """A call begins in the background; the calls of one group run one after another."""
+    """The start of a call in the background; calls of one group run one after another."""
 
     id: int  # unique in the rank's trace
     call: GroupCall
 
 
 class Await(NamedTuple):
-    """The rank stands still until call or move `id` has ended. A blocking call is Start and Await.
+    """A wait for the end of call or move `id`. A blocking call is Start and Await.
 
-    A recorded call does not end on all ranks at one moment; its end is that of the last rank.
+    A recorded call does not end on all ranks at the same moment; its end is that of the last rank.
     """
 
     id: int
@@ -56,14 +54,14 @@ class Await(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The memory account changed: bytes taken, or freed if negative."""
+    """A change of the memory account: bytes allocated, or freed if negative."""
 
     category: str
     nbytes: int
 
 
 class Transfer(NamedTuple):
-    """A copy between device, host and disk, on a lane of its own; Await(id) waits for it."""
+    """A copy between device, host and disk, on its own lane; Await(id) waits for it."""
 
     id: int
     lane: str

@@ -2,16 +2,15 @@
 loopback.
 
     exporter = Exporter(9400)
-    exporter.show(state)            # after a step: one assignment, so that a scrape never makes a
-                                    step wait
+    exporter.show(state)            # after a step: one assignment, so a scrape never delays a step
     exporter.close()                # the port is free again
 
     $ curl -s http://127.0.0.1:9400/metrics
     minidist_step 120.0
     minidist_sent_bytes_total{axis="dp",rank="0",verb="all_reduce"} 3.1e+08
 
-prometheus_client serves the requests, each on a thread of its own, and writes the text. The values
-are rank 0's; a Prometheus server adds them up over runs, and computes rates
+prometheus_client serves each request on its own thread, and writes the text. The values are those
+of rank 0; a Prometheus server adds them up over runs, and computes rates
 (`rate(minidist_energy_joules_total[1m])` is watts).
 """
 
@@ -27,8 +26,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class Exporter:
-    """Serves one run. Args: port: of the loopback address. Raises: ConfigError if the port cannot
-    be had."""
+    """A metrics server of one run.
+
+    Args:    port: of the loopback address.
+    Raises:  ConfigError if the port cannot be opened.
+    """
 
     def __init__(self, port: int) -> None:
         self._state: StepState | None = None
@@ -42,12 +44,12 @@ class Exporter:
             ) from error
 
     def show(self, state: StepState) -> None:
-        """From now on a scrape sees this state."""
+        """Set the state that scrapes return from now on."""
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of the newest step; only the step, 0, before the first. prometheus_client
-        calls it."""
+        """Yield the metrics of the newest step; before the first step only minidist_step, 0.
+        prometheus_client calls it."""
         state = self._state
         yield GaugeMetricFamily(
             "minidist_step", "Steps made.", value=0 if state is None else state.step
@@ -84,7 +86,7 @@ class Exporter:
         yield from self._energy(state)
 
     def _energy(self, state: StepState) -> Iterator[Metric]:
-        """An estimate is called one in the text, and has a source of that name."""
+        """Yield the energy metric; an estimate is named as such in its text and source."""
         told = (
             "An estimate: the rank's busy seconds times watts."
             if state.energy_source == "estimate"
@@ -99,7 +101,7 @@ class Exporter:
         yield joules
 
     def close(self) -> None:
-        """End the server. A request that is being answered does not hold it up."""
+        """Stop the server, without waiting for open requests."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

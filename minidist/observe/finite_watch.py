@@ -1,16 +1,14 @@
-"""Chapter 25 · The first number that is not finite: in which layer, by which op, in forward or
-backward.
+"""Chapter 25 · The first number that is not finite: its layer and op, in forward or backward.
 
-    watch = FiniteWatch(model, recorder.not_finite)     # from now on each block's output and its
-                                                        gradient are looked at
+    watch = FiniteWatch(model, recorder.not_finite)     # checks each block's output and gradient
 
-A sum over a block's output is finite if all its numbers are (unless they are near the dtype's
-largest). Only where it is not, the tape behind the output tells the op: the oldest node that saved
-a number that is not finite got it from the node before it, or from a weight, which is then named.
-In backward the tape is gone, and the layer alone is named.
+The sum over a block's output is finite if all its numbers are (unless they are near the dtype's
+largest number). Only if the sum is not finite, the op is searched on the output's tape: the oldest
+node that saved a number that is not finite got it from its source node, or from a weight, which is
+then named. In backward the tape no longer exists, so only the layer is named.
 
 Cost: reads the output of each block once in forward and its gradient once in backward. On a GPU it
-looks at nothing, because the host must not wait for the device there.
+checks nothing, because there the host must not wait for the device.
 """
 
 from collections.abc import Callable
@@ -29,8 +27,8 @@ Tell = Callable[[str, str, str, str], None]
 
 
 class FiniteWatch:
-    """Watches the blocks of a model, of those that run on this rank; tells of the first number that
-    is not finite."""
+    """A watch over the model's blocks on this rank; it reports the first number that is not
+    finite."""
 
     def __init__(self, model: Module, tell: Tell) -> None:
         self._tell = tell
@@ -45,7 +43,7 @@ class FiniteWatch:
         self._told = False
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         for handle in self._handles:
             handle.remove()
 
@@ -77,15 +75,15 @@ class FiniteWatch:
 
 
 def _finite(array: Array) -> bool:
-    """Whether all numbers are; one pass that allocates nothing."""
+    """Return whether the sum of the numbers is finite; one pass that allocates nothing."""
     kind = np.float32 if array.dtype.itemsize < 4 else None
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(array.sum(dtype=kind)))
 
 
 def origin(result: Tensor) -> str:
-    """What made the first number that is not finite behind a result: an op's name, or "weight
-    NAME"."""
+    """Return the origin of the first number that is not finite on a result's tape: an op's name, or
+    "weight NAME"."""
     if result.node is None:
         return "unknown"
     nodes, _ = behind(result.node)
@@ -114,8 +112,8 @@ def origin(result: Tensor) -> str:
 
 
 def _maker(node: Node) -> str:
-    """The op that made what this node gives; one that saves nothing (a sum, a view) is taken to
-    pass on the bad number of its youngest source."""
+    """Return the op that made the bad number of this node; an op that saves nothing (a sum, a view)
+    is assumed to pass on the number of its youngest source."""
     while not node._saved:
         sources = [edge.source for edge in node.edges if isinstance(edge.source, Node)]
         if not sources:
@@ -125,8 +123,8 @@ def _maker(node: Node) -> str:
 
 
 def _rows_of(bad: np.ndarray) -> bool:
-    """Whether whole rows of what an op made inside are bad: then its input was, as a norm spreads
-    one number so."""
+    """Return whether whole rows of an op's intermediate result are bad: then its input was bad,
+    because a norm spreads one number over its row."""
     return bad.ndim > 0 and bool((~np.isfinite(bad)).all(axis=-1).any())
 
 

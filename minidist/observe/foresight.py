@@ -1,15 +1,13 @@
-"""Chapter 23 · What predicting transfers could gain (N2's "learned prediction of transfers").
+"""Chapter 23 · Possible gain of predicting transfers (N2's "learned prediction of transfers").
 
-A scheduler that knows which call comes next, how large it is and when it is waited for could give
-the link to the most urgent one. A predictor would learn just that. But a step makes the calls of
-the step before it, in the same order and of the same sizes, so that the second step is known
-without learning anything:
+A scheduler that knows the next call, its size and when a rank will wait for it could give the link
+to the most urgent call. A predictor would learn this. But each step makes the same calls as the
+previous step, in the same order and sizes, so the second step is known without learning:
 
-    known    calls that the step before has made at the same place        of all calls of the step
-    gain     seconds that a scheduler would save that knows the whole step beforehand (what_if.py,
-             priority)
+    known    calls that the previous step made at the same place, of all calls of the step
+    gain     seconds saved by a scheduler that knows the whole step before (what_if.py, priority)
 
-What is left is what nothing in the recorded order can tell: a slower rank, a link that others use.
+The recorded order cannot predict the rest: a slower rank, or a link that others use.
 
 notes: N2 §11.1
 """
@@ -23,9 +21,10 @@ from minidist.observe.what_if import Change, predict
 
 
 def foresight(timelines: Sequence[Timeline], step: int) -> dict[str, Any]:
-    """What the step before tells of this one, and what knowing everything would save.
+    """Return how many calls of a step the previous step predicts, and the gain of knowing all.
 
-    Returns: {"known": calls, or None for a first step, "calls", "gain": seconds}
+    Returns: {"known": calls, or None if the previous step is not recorded whole, "calls": number of
+             calls, "gain": seconds}
     """
     record = record_step(timelines, step)
     calls = asked_in(record)
@@ -47,7 +46,7 @@ def foresight(timelines: Sequence[Timeline], step: int) -> dict[str, Any]:
 
 
 def asked_in(record: StepRecord) -> list[tuple[str, str, int]]:
-    """(name, group, bytes) of the calls that the first rank has asked for in the step, in its
+    """Return (name, group, bytes) of the calls that the first rank has started in the step, in
     order."""
     start, stop = record.windows[0]
     calls = [

@@ -1,19 +1,19 @@
-"""Chapter 25 · Links measured while training: alpha, beta and drift of each, from the messages that
-steps record.
+"""Chapter 25 · Links measured while training: alpha, beta and drift of each link, from the messages
+in the records of steps.
 
     links = link_profiles(read_rank_steps(run))
-    links[0, 1].seconds(1 << 20)        # what a message of 1 MiB from rank 0 to rank 1 takes
+    links[0, 1].seconds(1 << 20)        # seconds of a message of 1 MiB from rank 0 to rank 1
 
-    seconds of a message    arrived - sent, of those whose receiver had posted its receive before:
-                            no late rank counts
-    beta, alpha             a line through the quartiles of the smallest and of the largest size
-                            that occur often
-    drift                   quartile of the newest half of the messages over that of the oldest half
+    seconds of a message    arrived - sent; only if the receiver posted its receive before, so that
+                            late ranks do not count
+    beta, alpha             a line through the quartiles of the smallest and the largest size that
+                            occur often
+    drift                   quartile of the newest half of the messages / that of the oldest half
 
-A quarter of the messages is quicker than the quartile. It is what the link can do: a busy core
-makes messages late, and never early. Both ends of a message are matched by group, number and bytes
-(comm/flight/message_times.py). Clocks of two hosts are aligned by the quickest messages both ways,
-as NTP does.
+A quarter of the messages is quicker than the quartile. It shows what the link can do: a busy core
+makes messages late, never early. Both ends of a message are matched by group, number and bytes
+(comm/flight/message_times.py). Clocks of two hosts are aligned by the quickest messages in both
+directions, as NTP does.
 """
 
 from collections import Counter, defaultdict
@@ -28,8 +28,8 @@ Link = tuple[int, int]
 
 @dataclass(frozen=True)
 class Message:
-    """One message from `src` to `dst`: when it was sent, its receive was posted, and it had
-    arrived, in seconds."""
+    """A message from `src` to `dst`; sent, posted (its receive) and arrived are times in
+    seconds."""
 
     src: int
     dst: int
@@ -46,10 +46,11 @@ class Message:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """What one direction of a link costs.
+    """The measured cost of one direction of a link.
 
-    Attributes: alpha: seconds a message; beta: seconds a byte; drift: 1.0 if it stays as it was.
-                messages: how many were measured; large: bytes of the largest size among them.
+    Attributes: alpha: seconds per message; beta: seconds per byte; drift: 1.0 if the link does not
+                change.
+                messages: the number measured; large: bytes of the largest size that occurs often.
     """
 
     src: int
@@ -61,13 +62,13 @@ class LinkProfile:
     large: int
 
     def seconds(self, nbytes: float) -> float:
-        """Of a message of so many bytes."""
+        """Return the seconds of a message of nbytes."""
         return self.alpha + nbytes * self.beta
 
 
 def messages_of(ranks: Mapping[int, RankSteps]) -> dict[Link, list[Message]]:
-    """The messages of which both ends are known and the receiver waited, by link, in the order of
-    steps."""
+    """Return {link: messages in the order of steps}, only messages with both ends recorded for
+    which the receiver waited."""
     shift = {
         rank: each.clock - next(iter(ranks.values())).clock if _hosts(ranks) > 1 else 0.0
         for rank, each in ranks.items()
@@ -110,8 +111,8 @@ def _hosts(ranks: Mapping[int, RankSteps]) -> int:
 def _aligned(
     found: Mapping[Link, list[Message]], ranks: Mapping[int, RankSteps]
 ) -> dict[Link, list[Message]]:
-    """Of links between hosts: the receiver's times, so that the quickest messages both ways take
-    equally long."""
+    """Return the messages with aligned clocks: the receiver's times on links between hosts are
+    shifted so that the quickest messages in both directions take the same time."""
     aligned = {}
     for (src, dst), messages in found.items():
         back = found.get((dst, src), [])
@@ -129,7 +130,7 @@ def _aligned(
 
 
 def link_profiles(ranks: Mapping[int, RankSteps]) -> dict[Link, LinkProfile]:
-    """The profile of each link of which some size has FEW messages or more."""
+    """Return the profile of each link that has FEW or more messages of some size."""
     found = {}
     for (src, dst), messages in sorted(messages_of(ranks).items()):
         counts = Counter(message.nbytes for message in messages)
@@ -150,5 +151,5 @@ def link_profiles(ranks: Mapping[int, RankSteps]) -> dict[Link, LinkProfile]:
 
 
 def quartile(values: list[float], part: float = 0.25) -> float:
-    """The value below which a quarter, or another `part`, of the values lies."""
+    """Return the value below which a quarter, or another `part`, of the values lies."""
     return sorted(values)[int(part * (len(values) - 1))]

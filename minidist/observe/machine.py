@@ -16,8 +16,8 @@ __all__ = ["machine", "processor"]
 
 
 def machine() -> dict[str, Any]:
-    """Date, cores, processor, system, versions and command line, by name; of MKL only where large
-    products use it."""
+    """Return date, cores, processor, system, versions and command line, by name; the version of MKL
+    only if large products use it."""
     versions = {}
     for name in (
         "minidist",

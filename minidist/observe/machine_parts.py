@@ -1,11 +1,9 @@
-"""What this machine is made of: sockets, cores, caches, memory, GPUs; read from Linux's /sys, or as
-far as it is known.
+"""The parts of this machine: sockets, cores, caches, memory, GPUs; read from Linux's /sys as far as
+it has them.
 
 parts = machine_parts()
-parts.sockets[0].cores[0].caches        # (("L1d", 49152), ("L1i", 32768), ("L2", 2097152)): those
-                                        of one core
-parts.sockets[0].shared                 # (("L3", 34603008, 1),): of several cores, and how many
-                                        there are
+parts.sockets[0].cores[0].caches    # (("L1d", 49152), ("L1i", 32768), ("L2", 2097152)) of one core
+parts.sockets[0].shared             # (("L3", 34603008, 1),): caches of several cores, their number
 """
 
 import os
@@ -27,8 +25,8 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class ProcessorCore:
-    """One core. threads: its processors, as the system numbers them; caches: (name, bytes) that it
-    alone has."""
+    """A core. threads: its processors, by the system's numbers; caches: (name, bytes) of its own
+    caches, not shared with other cores."""
 
     threads: tuple[int, ...]
     caches: tuple[tuple[str, int], ...]
@@ -36,8 +34,8 @@ class ProcessorCore:
 
 @dataclass(frozen=True)
 class ProcessorSocket:
-    """One processor. shared: caches of several cores: (name, bytes, how many); memory: bytes beside
-    it, 0: unknown."""
+    """A processor socket. shared: caches of several cores: (name, bytes, number); memory: bytes
+    attached to the socket, 0: unknown."""
 
     number: int
     cores: tuple[ProcessorCore, ...]
@@ -47,7 +45,7 @@ class ProcessorSocket:
 
 @dataclass(frozen=True)
 class InstalledGpu:
-    """One GPU. memory: bytes."""
+    """A GPU of this machine. memory: bytes."""
 
     name: str
     memory: int
@@ -67,7 +65,7 @@ class MachineParts:
 
 
 def machine_parts(system: Path = SYSTEM) -> MachineParts:
-    """This machine. Args: system: the folder that has cpu/ and node/."""
+    """Return the parts of this machine. Args: system: the folder that has cpu/ and node/."""
     memory = psutil.virtual_memory()
     sockets = _sockets(system)
     usable = cores.usable()
@@ -84,7 +82,8 @@ def machine_parts(system: Path = SYSTEM) -> MachineParts:
 
 
 def _sockets(system: Path) -> tuple[ProcessorSocket, ...]:
-    """By /sys; where there is none, one socket with as many cores as the system counts."""
+    """Return the sockets by /sys; without /sys one socket with the number of cores that the system
+    reports."""
     try:
         names = os.listdir(system / "cpu")
     except OSError:
@@ -112,7 +111,8 @@ def _sockets(system: Path) -> tuple[ProcessorSocket, ...]:
 def _socket(
     system: Path, number: int, core_of: dict[int, int], beside: dict[int, tuple[int, list[int]]]
 ) -> ProcessorSocket:
-    """Args: core_of: {thread: its core's number}; beside: as _memory_beside."""
+    """Return one socket. Args: core_of: {thread: its core's number}; beside: as _memory_beside
+    returns it."""
     caches = {
         (name, tuple(sharing)): nbytes
         for thread in core_of
@@ -141,7 +141,7 @@ def _number(system: Path, thread: int, name: str) -> int:
 
 
 def _caches(system: Path, thread: int) -> list[tuple[str, int, list[int]]]:
-    """(name, bytes, the threads that share it) of each cache of a thread."""
+    """Return (name, bytes, threads that share it) of each cache of a thread."""
     found = []
     for folder in sorted((system / f"cpu/cpu{thread}/cache").glob("index*")):
         with suppress(OSError, ValueError, KeyError):
@@ -155,7 +155,7 @@ def _caches(system: Path, thread: int) -> list[tuple[str, int, list[int]]]:
 
 
 def _memory_beside(system: Path) -> dict[int, tuple[int, list[int]]]:
-    """{NUMA node: (bytes, its threads)}."""
+    """Return {NUMA node: (bytes, its threads)}."""
     found = {}
     for folder in (system / "node").glob("node[0-9]*"):
         with suppress(OSError, ValueError, StopIteration):
@@ -170,7 +170,7 @@ def _memory_beside(system: Path) -> dict[int, tuple[int, list[int]]]:
 
 
 def threads_in(text: str) -> list[int]:
-    """The numbers of a list of the kernel's. Raises: ValueError.
+    """Return the numbers in a list of the kernel's format. Raises: ValueError.
 
     >>> threads_in("0-2,8")
     [0, 1, 2, 8]
@@ -183,7 +183,8 @@ def threads_in(text: str) -> list[int]:
 
 
 def _gpus() -> tuple[InstalledGpu, ...]:
-    """Those that CuPy sees; none without it, or if it fails: the table of doctor tells why."""
+    """Return the GPUs that CuPy sees; none without CuPy or if it fails (doctor's table says
+    why)."""
     try:
         import cupy
 

@@ -1,13 +1,12 @@
-"""How many cores other programs keep busy, while this process works.
+"""The number of cores that other programs keep busy while this process works.
 
     busy seconds of the cores that this process may use  -  seconds that it computed itself
     ---------------------------------------------------------------------------------------
-                            seconds between the two looks
+                            seconds between the two readings
 
 Threads that share one matrix product wait for each other. If another program takes the core of one
-of them, all of them
-wait: two threads of BLAS on two busy cores took 4.7 times as long as one thread, and 3.6 times the
-processor time (`minidist train --steps 30` on 2 cores, load average 9).
+thread, all threads wait: two threads of BLAS on two busy cores took 4.7 times as long as one
+thread, and 3.6 times the processor time (`minidist train --steps 30` on 2 cores, load average 9).
 """
 
 import time
@@ -20,13 +19,14 @@ BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
 
 
 class OtherLoad:
-    """Looks now, and again when it is asked."""
+    """A measurement of the cores that other programs keep busy, from its creation on."""
 
     def __init__(self) -> None:
         self._before = self._look()
 
     def _look(self) -> tuple[float, float, float]:
-        """Seconds: of the clock, busy ones of the cores, this process's own."""
+        """Return seconds: of the clock, busy seconds of the cores, processor time of this
+        process."""
         each = psutil.cpu_times(percpu=True)
         chosen = [
             times for core, times in enumerate(each) if core in (cores.usable() or range(len(each)))
@@ -35,12 +35,12 @@ class OtherLoad:
         return time.perf_counter(), busy, time.process_time()
 
     def seconds(self) -> float:
-        """Since the first look."""
+        """Return the seconds since this object was made."""
         return time.perf_counter() - self._before[0]
 
     def cores(self) -> float:
-        """The cores that others kept busy since the first look: a mean, 0.0 where the system does
-        not say."""
+        """Return the mean number of cores that others kept busy since this object was made; 0.0 if
+        the system does not report busy time."""
         passed, busy, own = (
             now - before for now, before in zip(self._look(), self._before, strict=True)
         )
@@ -48,8 +48,8 @@ class OtherLoad:
 
 
 def advice(threads: int, others: float) -> str | None:
-    """A line for a process whose BLAS has so many threads beside `others` busy cores; None if they
-    have room."""
+    """Return a line for a process whose BLAS has `threads` threads while other programs keep
+    `others` cores busy; None if enough cores are free."""
     there = cores.of_all_ranks()
     if threads < 2 or others < there - threads + 0.5:
         return None

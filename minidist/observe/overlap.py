@@ -4,9 +4,9 @@
     compute         | forward      |wait| backward        |wait|
     hidden              |==========|        |=============|            the share: ==== of all communication
 
-Computation is forward, backward and optimizer of a step without the waits inside them.
-Communication is every collective from start to end, on any thread; collectives of the axis
-`control` (scalars) do not count. A collective that waits for a slower rank counts as running.
+Computation is forward, backward and optimizer of a step, without the waits inside them.
+Communication is every collective from start to end, on any thread, except collectives of the axis
+`control` (scalars). A collective that waits for a slower rank counts as running.
 
     timelines = timeline.collect(world)                 # rank 0
     measure(timelines[0]).share                         # 0.93: 93 % of communication is hidden
@@ -24,8 +24,8 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of one rank: a collective is running; computing; both at once; waiting for a
-    collective."""
+    """Seconds of one rank in which a collective runs (communication), it computes (computation),
+    both happen at once (hidden), or it waits for a collective (waited)."""
 
     communication: float
     computation: float
@@ -34,7 +34,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """The part of communication that is hidden by computation; 1 without communication."""
+        """The share of communication that is hidden by computation; 1 without communication."""
         return self.hidden / self.communication if self.communication else 1.0
 
 
@@ -44,12 +44,12 @@ def measure(
     steps: Iterable[int] | None = None,
     of: Callable[[Timeline], list[Span]] | None = None,
 ) -> Overlap:
-    """The overlap on one rank's timeline.
+    """Return the overlap on one rank's timeline.
 
-    Args:    steps: from the start of the first of them to the end of the last (default: all spans).
-             A collective that crosses an edge counts by its part inside.
-             of: gives the spans to be hidden: `collectives` (default), or `moves` for a strategy
-             that offloads.
+    Args:    steps: measured from the start of the first of these steps to the end of the last
+             (default: all spans). A collective that crosses an edge counts with its part inside.
+             of: returns the spans to hide: `collectives` (default), or `moves` for a strategy that
+             offloads.
     """
     window = [(-float("inf"), float("inf"))]
     if steps is not None:
@@ -80,7 +80,7 @@ def measure(
 
 
 def together(parts: Sequence[Overlap]) -> Overlap:
-    """The sums over ranks: the share of the sum is that of the whole job."""
+    """Return the sums over ranks; their share is the share of the whole job."""
     return Overlap(
         *(sum(getattr(part, name) for part in parts) for name in Overlap.__dataclass_fields__)
     )
@@ -90,7 +90,7 @@ def together(parts: Sequence[Overlap]) -> Overlap:
 
 
 def collectives(timeline: Timeline) -> list[Span]:
-    """Collectives that moved arrays: neither barriers nor scalars."""
+    """Return the collectives that moved arrays: neither barriers nor scalars."""
     return [
         span
         for span in timeline.spans
@@ -102,20 +102,20 @@ def collectives(timeline: Timeline) -> list[Span]:
 
 
 def moves(timeline: Timeline) -> list[Span]:
-    """Copies between device, host and disk."""
+    """Return the copies between device, host and disk."""
     return [span for span in timeline.spans if span.row == "moves"]
 
 
 def waiting(timeline: Timeline) -> list[Span]:
-    """Spans in which the rank waited for a collective; strategies name them "wait for …"."""
+    """Return the spans in which the rank waited for a collective; their names begin with "wait"."""
     return [
         span for span in timeline.spans if span.row == "compute" and span.name.startswith("wait")
     ]
 
 
 def working(timeline: Timeline) -> list[Span]:
-    """Forward, backward, optimizer and other work, including the waits inside them; "step" only
-    contains these."""
+    """Return the spans of forward, backward, optimizer and other work, including the waits inside
+    them, but not the span "step" around them."""
     return [
         span
         for span in timeline.spans
@@ -127,7 +127,7 @@ def working(timeline: Timeline) -> list[Span]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as sorted intervals that do not touch; empty ones go."""
+    """Return the same points as sorted intervals that do not touch; empty intervals are removed."""
     merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -138,7 +138,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """The points in both; each argument as `union` returns it."""
+    """Return the points in both; each argument as `union` returns it."""
     common = []
     i = 0
     j = 0
@@ -155,11 +155,11 @@ def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interv
 
 
 def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """The points of `one` that are not in `other`; each argument as `union` returns it."""
+    """Return the points of `one` that are not in `other`; each argument as `union` returns it."""
     edges = [-float("inf"), *(edge for interval in other for edge in interval), float("inf")]
     return intersect(one, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The sum of their lengths, in seconds."""
+    """Return the sum of the intervals' lengths, in seconds."""
     return sum(stop - start for start, stop in intervals)

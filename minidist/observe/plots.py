@@ -25,24 +25,24 @@ SOFT = "#616e7c"
 GRID = "#e4e7eb"
 PAPER = "#ffffff"
 RANKS = ("#3b6fb6", "#e08e3c", "#5b9a68", "#c44e52", "#8172b3", "#937860", "#d77fb3", "#4fa8a8")
-"""Colours that a colour-blind reader, too, tells apart."""
+"""Colours that a colour-blind reader can distinguish."""
 
 WITHOUT = {
     ".png": {"Software": None},
     ".svg": {"Date": None, "Creator": None},
     ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-"""What matplotlib writes into a file of a format that depends on the day or the version."""
+"""Metadata that matplotlib must not write into a file of each format: day and version."""
 
 
 def draw_loss(
     path: str | Path, losses: Sequence[float], *, validation: float | None = None, title: str = ""
 ) -> None:
-    """Write the training loss over the steps, with its running mean, and the validation loss as a
-    line, as a picture.
+    """Write a picture of the training loss over the steps, with its running mean, and the
+    validation loss as a line.
 
     Args:    path: the file; its ending chooses the format (png, svg, pdf).
-             losses: one a step, in nats a token. validation: in nats a token, or None.
+             losses: one per step, in nats per token. validation: in nats per token, or None.
     Raises:  OSError if `path` cannot be written.
     """
     from matplotlib.figure import Figure  # the object interface: no window system, no global state
@@ -82,8 +82,8 @@ def save_picture(figure: "Figure", path: str | Path, *, dpi: int, **options: Any
     """Write a picture without date, version or random names, so that equal pictures are equal
     files.
 
-    Args:    path: its ending chooses the format (png, svg, pdf); without one it is png.
-             options: further ones of Figure.savefig.
+    Args:    path: its ending chooses the format (png, svg, pdf); without an ending it is png.
+             options: further options of Figure.savefig.
     Raises:  OSError if `path` cannot be written.
     """
     import matplotlib

@@ -1,25 +1,24 @@
-"""Chapter 25 · A power cap: what it costs in time, and what it saves in energy.
+"""Chapter 25 · A power cap: its cost in time and its saving in energy.
 
     watts of a processor at frequency f     static + dynamic f³             f = 1: without a cap
     seconds of a step                       work / f + rest                 rest: communication, which f does not change
     joules of a step                        static (work / f + rest) + dynamic f² work
 
 Voltage falls with frequency, so the power of switching falls with f³, and the energy of an
-operation with f². What is static (leakage, memory, fans) is paid for as long as the step lasts: too
-low a frequency wastes it.
+operation with f². Static power (leakage, memory, fans) is used as long as the step lasts: too low a
+frequency wastes it.
 
 notes: N2 §10.7    Source: the classic CMOS power model, as in Mudge 2001, "Power: A First-Class
-                   Architectural Design
-Constraint".
+                   Architectural Design Constraint".
 """
 
 from minidist.errors import ConfigError
 
 
 def frequency_under(cap: float, *, static: float, dynamic: float) -> float:
-    """The frequency at which a busy processor takes `cap` watts; at most 1.
+    """Return the frequency at which a busy processor uses `cap` watts; at most 1.
 
-    Raises:  ConfigError for a cap that the static power alone exceeds.
+    Raises:  ConfigError for a cap that is not above the static power.
     """
     if cap <= static:
         raise ConfigError(
@@ -30,18 +29,19 @@ def frequency_under(cap: float, *, static: float, dynamic: float) -> float:
 
 
 def step_seconds(frequency: float, *, work: float, rest: float) -> float:
-    """Seconds of a step; work: seconds of computation at frequency 1; rest: seconds of all else."""
+    """Return the seconds of a step; work: seconds of computation at frequency 1; rest: other
+    seconds."""
     return work / frequency + rest
 
 
 def step_joules(
     frequency: float, *, work: float, rest: float, static: float, dynamic: float
 ) -> float:
-    """Joules of a step of one processor."""
+    """Return the joules of a step of one processor."""
     return static * step_seconds(frequency, work=work, rest=rest) + dynamic * frequency**2 * work
 
 
 def best_frequency(*, static: float, dynamic: float) -> float:
-    """The frequency of the least energy, at most 1: where a lower one wastes as much static energy
-    as it saves."""
+    """Return the frequency of the least energy, at most 1: there a lower frequency wastes as much
+    static energy as it saves."""
     return min(1.0, float((static / (2 * dynamic)) ** (1 / 3)))

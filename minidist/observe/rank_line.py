@@ -1,4 +1,4 @@
-"""Chapter 23 · A rank's events as a line of work, along which calls and waits can be moved.
+"""Chapter 23 · A rank's events on a line of work, along which starts and waits of calls can move.
 
 trace    Busy 3 | Start a | Busy 2 | Await a | Busy 1
 work     0 ......... 3 ......... 5 ......... 6              seconds of work, without waits
@@ -15,8 +15,8 @@ from minidist.observe.step_record import StepCall, StepRecord, group_call, only_
 
 
 class RankLine:
-    """One rank's work, and its marks (Start and Await) by how much work lies before them, in
-    order."""
+    """The work of one rank, and its marks (Start and Await) in order, each with the seconds of work
+    before it."""
 
     def __init__(self, trace: Iterable[Event]) -> None:
         self.work: list[Busy] = []
@@ -30,7 +30,7 @@ class RankLine:
                 self.marks.append((self.total, event))
 
     def trace(self) -> list[Event]:
-        """The events again; marks of one place keep their order."""
+        """Return the events; marks at the same place keep their order."""
         events = list[Event]()
         now = 0.0
         todo = [(cast(float, busy.work), busy.name) for busy in reversed(self.work)]
@@ -46,15 +46,15 @@ class RankLine:
         return events + [Busy(seconds, name) for seconds, name in reversed(todo)]
 
     def totals(self) -> dict[str, float]:
-        """Seconds of work by name."""
+        """Return {name: seconds of work}."""
         found: dict[str, float] = {}
         for busy in self.work:
             found[busy.name] = found.get(busy.name, 0.0) + cast(float, busy.work)
         return found
 
     def scaled(self, factors: dict[str, float]) -> "RankLine":
-        """The line with each piece of work times the factor of its name; marks stay between the
-        same pieces."""
+        """Return the line with each piece of work multiplied by the factor of its name; marks stay
+        between the same pieces."""
         return RankLine(
             event._replace(work=cast(float, event.work) * factors.get(event.name, 1.0))
             if isinstance(event, Busy)
@@ -63,7 +63,7 @@ class RankLine:
         )
 
     def begin_of(self, name: str) -> float:
-        """Work before the first piece of this name; all of it if there is none."""
+        """Return the work before the first piece of this name; the whole work if there is none."""
         before = 0.0
         for busy in self.work:
             if busy.name == name:
@@ -72,23 +72,23 @@ class RankLine:
         return self.total
 
     def starts(self) -> dict[int, float]:
-        """Work before the start of each call."""
+        """Return {call: work before its start}."""
         return {mark.id: place for place, mark in self.marks if isinstance(mark, Start)}
 
     def awaits(self) -> dict[int, float]:
-        """Work before the first wait for each call."""
+        """Return {call: work before the first wait for it}."""
         return {mark.id: place for place, mark in reversed(self.marks) if isinstance(mark, Await)}
 
     def drop(self, calls: Iterable[int]) -> None:
-        """Forget all marks of these calls."""
+        """Remove all marks of these calls."""
         gone = set(calls)
         self.marks = [(place, mark) for place, mark in self.marks if mark.id not in gone]
 
 
 class StepLines:
-    """The lines of all ranks, and the calls by their ids, for what_if.py to change.
+    """The lines of all ranks and the calls by id, which what_if.py changes.
 
-    Attributes: record; lines: one a rank. calls: id -> the call, its seconds.
+    Attributes: record; lines: one per rank; calls: id -> call; seconds: id -> seconds of the call.
     """
 
     def __init__(self, record: StepRecord) -> None:
@@ -98,7 +98,7 @@ class StepLines:
         self.seconds = {number: call.alone for number, call in self.calls.items()}
 
     def add(self, like: StepCall, name: str, nbytes: int, seconds: float) -> int:
-        """A new call, like one of the step. Returns: its id."""
+        """Add a new call, with group, verb and ranks of a call of the step. Returns: its id."""
         number = max(self.calls) + 1
         self.calls[number] = StepCall(
             like.group,
@@ -116,19 +116,19 @@ class StepLines:
         return number
 
     def event(self, number: int) -> GroupCall:
-        """The call as the replay takes it."""
+        """Return the call as an event for the replay."""
         return group_call(self.calls[number])
 
     def traces(self) -> list[list[Event]]:
-        """The events of all ranks."""
+        """Return the events of each rank."""
         return [line.trace() for line in self.lines]
 
     def seconds_by_name(self) -> dict[str, float]:
-        """For StepRecord.replay."""
+        """Return {name of a call's event: seconds}, for StepRecord.replay."""
         return {self.event(number).name: seconds for number, seconds in self.seconds.items()}
 
     def in_background(self, verb: str) -> list[int]:
-        """The calls of a verb, by group and number, that ran in the background."""
+        """Return the calls of a verb that ran in the background, by group and number."""
         return [
             number
             for number, call in self.calls.items()
@@ -137,8 +137,7 @@ class StepLines:
 
 
 def without_straggler(job: StepLines, rank: int) -> None:
-    """Let each kind of work of a rank take the median of what it takes on the other ranks, where
-    that is less.
+    """Reduce each kind of work of a rank to the median of the other ranks, if that is less.
 
     Raises:  ConfigError if there is no such rank, or no other.
     """
@@ -156,10 +155,11 @@ def without_straggler(job: StepLines, rank: int) -> None:
 
 
 def prefetch(job: StepLines, ahead: int) -> None:
-    """Let each gather of a unit set out `ahead` units before its turn, in forward and in backward,
-    as ZeRO-3 does.
+    """Start each gather of a unit `ahead` units before its turn, in forward and in backward, as
+    ZeRO-3 does.
 
-    The room counts, not the number: with the unit at work, 1 + ahead of the largest (zero3.py).
+    Bytes limit it, not the number of units: with the unit in use, at most (1 + ahead) × the largest
+    unit (zero3.py).
     """
     gathers = set(job.in_background("all_gather"))
     largest = max((job.calls[number].nbytes for number in gathers), default=0)
@@ -170,7 +170,7 @@ def prefetch(job: StepLines, ahead: int) -> None:
             for place, mark in line.marks
             if isinstance(mark, Await) and mark.id in gathers
         ]
-        before: dict[int, list[int]] = {}  # gather -> those that set out before the wait for it
+        before: dict[int, list[int]] = {}  # gather -> gathers that start before the wait for it
         for phase in (
             [number for place, number in order if place < backward],
             [number for place, number in order if place >= backward],
@@ -195,8 +195,8 @@ def prefetch(job: StepLines, ahead: int) -> None:
 def _sets_out(
     phase: Sequence[int], nbytes: dict[int, int], largest: int, ahead: int
 ) -> dict[int, list[int]]:
-    """For each gather, in the order of the waits: the gathers that set out just before the wait for
-    it."""
+    """Return {gather: the gathers that start just before the wait for it}, in the order of the
+    waits."""
     begun = set[int]()
     before = {}
     for place, number in enumerate(phase):

@@ -1,5 +1,5 @@
-"""Chapter 25 · A Trainer's steps, recorded by each rank: rank_steps.py, with what only a Trainer
-knows.
+"""Chapter 25 · Records of a Trainer's steps on each rank: rank_steps.py, with the Trainer's tokens,
+loss and weight digests.
 
 records = RankRecords(trainer, run, context=128)            # on every rank, before its first step
 with records.input(): batch = next(batches)
@@ -22,9 +22,9 @@ DIGEST_EVERY = 50
 
 
 class RankRecords:
-    """Records the steps of this rank in `run`. Made by the thread that trains.
+    """A recorder of a Trainer's steps on this rank, in `run`; made by the thread that trains.
 
-    Args:    batch, context: sequences of a global batch, and tokens of one.
+    Args:    batch, context: sequences of a global batch, and tokens of one sequence.
              digest_every: steps between two digests of the weights; 0: none.
     """
 
@@ -51,17 +51,18 @@ class RankRecords:
         self.watch = FiniteWatch(trainer.model, self.recorder.not_finite)
 
     def input(self) -> AbstractContextManager[None]:
-        """The program waits for its batch."""
+        """Return a context that records the wait for the batch."""
         return self.recorder.input()
 
     def step_done(self, number: int) -> None:
-        """Step `number`, from 1, has ended."""
+        """Record the end of step `number`, from 1."""
         self.recorder.step = number - 1
         digest = replica_digests(self.trainer) if self.every and number % self.every == 0 else None
         self.recorder.step_done(digest=digest or None, **self._own())
 
     def _own(self) -> dict[str, Any]:
-        """The tokens of this rank in the step, and their mean loss, where the strategy tells."""
+        """Return the tokens of this rank in the step, and their mean loss if the strategy reports
+        it."""
         timeline = self.trainer.recorder
         if not isinstance(timeline, Timeline):
             return {}
@@ -75,6 +76,6 @@ class RankRecords:
         }
 
     def close(self) -> None:
-        """Record no more; a second time does nothing."""
+        """Stop recording; a second call does nothing."""
         self.watch.close()
         self.recorder.close()

@@ -1,35 +1,35 @@
-"""Chapter 25 · RUN/steps/00003.jsonl: a line of JSON a step from every rank, from which diagnosis
-names the culprit.
+"""Chapter 25 · RUN/steps/00003.jsonl: one line of JSON per step from every rank, from which
+diagnosis finds the culprit.
 
     recorder = StepRecorder(world, run, first_step=0)     # on every rank, before the first step
     with recorder.input(): batch = next(batches)            # the wait for data
     trainer.step(batch)
     recorder.step_done(tokens=batch_tokens_of_this_rank)
-    read_rank_steps(run)                                    # {rank: RankSteps}, while the run goes
-                                                            on or after it
+    read_rank_steps(run)                                    # {rank: RankSteps}, during or after the
+                                                            # run
 
-The first line tells about the rank: time, rank, size, host, pid, alike (below), and clock, what to
-add to its times for the time of day. Then a line of at most MOST_BYTES a step; what is left out is
-not known.
+The first line describes the rank: time, rank, size, host, pid, alike (see StepRecorder), and clock,
+the seconds to add to its message times to get the time of day. Then follows one line of at most
+MOST_BYTES per step; a missing value is not known.
 
     step        from 0, as the flight recorder counts
     time        the time of day when the step ended
-    seconds     since the end of the step before
+    seconds     since the end of the previous step
     cpu         processor seconds of the program's thread outside of calls: its own computation
-    others      processor seconds of all other threads of the process; not of ranks that are threads
+    others      processor seconds of all other threads of the process; missing if ranks are threads
     input       seconds in which the program waited for its data
     calls       seconds in which the program was in calls, or waited for calls
                 (wait_state.spent_in_calls)
-    rss         bytes of memory that the process holds; not of ranks that are threads
+    rss         resident bytes of the process; missing if ranks are threads
     tokens      targets that this rank worked on; loss: their mean loss
-    digest      {group: digest of the weights that its ranks hold alike}, every few steps
+    digest      {group: digest of the weights that all its ranks hold}, every few steps
     bad         the first number of this rank that is not finite: [layer, op, pass, "nan" or "inf",
                 time of day]
-    busy        where another Python thread of the program was, "file:line", if the others used more
+    busy        "file:line" of another Python thread of the program, if the other threads used more
                 time than this one
     out, in     one message of each link: comm/flight/message_times.py
 
-Cost: about 30 µs a step, and 2 µs for each message; a digest reads all weights once.
+Cost: about 30 µs per step, and 2 µs per message; a digest reads all weights once.
 """
 
 import json
@@ -59,13 +59,13 @@ from minidist.reading import Count, Finite, Rank, Seconds, parse_line
 
 FOLDER = "steps"
 MOST_BYTES = 1000
-# of a step: other threads that are busy for longer, and longer than this one, are looked at
+# share of a step: if other threads are busy for longer, and longer than this one, one is located
 MUCH = 0.02
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class _RankLine(msgspec.Struct):
-    """What a reader needs of the first line."""
+    """The fields of the first line that a reader needs."""
 
     time: Finite
     rank: Rank
@@ -94,16 +94,16 @@ class _StepLine(msgspec.Struct, rename={"received": "in", "sent": "out"}):
 
 
 def steps_file(run: str | Path, world_rank: int) -> Path:
-    """The file of a rank's steps."""
+    """Return the path of the file of a rank's steps."""
     return Path(run) / FOLDER / f"{world_rank:05d}.jsonl"
 
 
 class StepRecorder:
-    """Writes the steps of one rank; made and used by the thread that trains.
+    """A writer of one rank's steps; made and used by the thread that trains.
 
-    Args:    run: the folder in which FOLDER is made; goes_on: append to the lines that are there.
-             alike: the same word on ranks that do the same kind of work, as stages of a pipeline do
-             not.
+    Args:    run: the folder in which FOLDER is made; goes_on: append to the existing lines.
+             alike: a word that is equal on ranks with the same kind of work; stages of a pipeline
+             have different words.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class StepRecorder:
         first_step: int = 0,
         alike: str = "",
     ) -> None:
-        self._alone = world.transport.name not in THREADS  # the process is this rank's
+        self._alone = world.transport.name not in THREADS  # the process has no other rank
         file = steps_file(run, world.world_rank)
-        with suppress(OSError):  # then the first write tells it
+        with suppress(OSError):  # the first write reports the error
             make_member_folder(file.parent)
         self._log = StepLog(file, goes_on=goes_on)
         self.step = first_step
@@ -150,7 +150,7 @@ class StepRecorder:
 
     @contextmanager
     def input(self) -> Iterator[None]:
-        """The program waits for its data in the block."""
+        """Record the time of the block as waiting for data."""
         start = time.perf_counter()
         try:
             yield
@@ -158,7 +158,7 @@ class StepRecorder:
             self._input += time.perf_counter() - start
 
     def not_finite(self, layer: str, op: str, where: str, kind: str) -> None:
-        """A number is not finite; the first of the run counts."""
+        """Record a number that is not finite; only the first of a step counts."""
         self._bad = self._bad or [layer, op, where, kind, round(time.time(), 6)]
 
     def step_done(
@@ -168,8 +168,7 @@ class StepRecorder:
         loss: float | None = None,
         digest: dict[str, str] | None = None,
     ) -> None:
-        """The step has ended: write its line. A step that is not told of, or told twice, is no
-        error."""
+        """Write the line of a step that has ended. A missing or repeated call is no error."""
         now = time.perf_counter()
         cpu = time.thread_time()
         whole = time.process_time()
@@ -199,14 +198,14 @@ class StepRecorder:
         self._begin()
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         self._log.close()
         if self._rss is not None:
             self._rss.close()
 
 
 def _line(values: dict[str, Any], messages: dict[str, list[list[int]]]) -> bytes:
-    """The line of a step, with as many links as fit into MOST_BYTES."""
+    """Return the line of a step, with as many links as fit into MOST_BYTES."""
     values = {name: value for name, value in values.items() if value is not None}
     line = _packed(values | {name: rows for name, rows in messages.items() if rows})
     while len(line) > MOST_BYTES and any(messages.values()):
@@ -224,8 +223,8 @@ def _packed(values: dict[str, Any]) -> bytes:
 
 
 def _other_thread() -> str | None:
-    """Where the program is in the first thread, other than this one, that has a line of the
-    program's own."""
+    """Return "file:line" of the program in the first other thread that runs a line of the program;
+    None if no thread does."""
     here = threading.get_ident()
     for ident, innermost in frames().items():
         frame: FrameType | None = innermost if ident != here else None
@@ -239,7 +238,7 @@ def _other_thread() -> str | None:
 
 
 class _ResidentBytes:
-    """The memory that this process holds, by the system; 0 where it does not tell."""
+    """A reader of the resident bytes of this process; 0 if the system does not report them."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -257,7 +256,7 @@ class _ResidentBytes:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The lines of one rank: what the first says, and its steps in order, each once."""
+    """The lines of one rank: the values of its first line, and its steps in order, each once."""
 
     rank: int
     size: int
@@ -269,8 +268,8 @@ class RankSteps:
 
 
 def read_rank_steps(run: str | Path) -> dict[int, RankSteps]:
-    """The steps of all ranks of a run; empty if it has none. A torn line is left out; of a step the
-    later line holds.
+    """Return the steps of all ranks of a run; {} if it has none. A torn line is left out; of two
+    lines of one step the later counts.
 
     Args:    run: the run folder, or FOLDER in it.
     """
@@ -295,10 +294,10 @@ def _content(path: Path) -> bytes:
 def take_lines(
     lines: Iterable[bytes], about: dict[str, Any], steps: dict[int, dict[str, Any]]
 ) -> None:
-    """Read further lines of a rank's file into what is known of it: its newest first line, and its
-    steps by number.
+    """Read more lines of a rank's file into `about` (the newest first line) and `steps` (by
+    number).
 
-    A step that is made again, after a resumption, replaces the earlier one and those after it.
+    A step that is made again, after a resumption, replaces the earlier one and all later steps.
     """
     last = max(steps, default=-1)
     for line in lines:
@@ -317,8 +316,8 @@ def take_lines(
 def of_newest_job(
     found: Iterable[tuple[dict[str, Any], dict[int, dict[str, Any]]]],
 ) -> dict[int, RankSteps]:
-    """{rank: its steps in order}, of what take_lines has read; of an elastic job the ranks of its
-    newest size."""
+    """Return {rank: its steps in order} from the results of take_lines; for an elastic job only the
+    ranks of its newest size."""
     ranks = {
         about["rank"]: RankSteps(
             about["rank"],

@@ -1,5 +1,5 @@
-"""Chapter 25 · trace.json read again: the timelines that `timeline.write_perfetto` wrote, with
-times from its begin."""
+"""Chapter 25 · Reads trace.json: the timelines that `timeline.write_perfetto` wrote, with times
+from the trace's begin."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from minidist.reading import Count, Finite, Rank, Seconds, read_json, require
 
 
 class _SpanDetails(msgspec.Struct):
-    """What a span may tell, as far as readers use it."""
+    """The details of a span that readers use."""
 
     step: Count | None = None
     axis: str | None = None
@@ -51,7 +51,7 @@ class _TraceFile(msgspec.Struct):
 
 
 def read_trace(file: str | Path) -> list[Timeline]:
-    """The timelines of a trace, by rank.
+    """Return the timelines of a trace, in rank order.
 
     Raises:  OSError if the file cannot be read; ConfigError, one line, if it is not a trace of
              minidist.
@@ -76,7 +76,7 @@ def read_trace(file: str | Path) -> list[Timeline]:
 
 
 def _add(timeline: Timeline, event: dict[str, Any]) -> None:
-    """Put a span, or a moment of the memory, to its rank's timeline."""
+    """Add a span, or a memory sample, to its rank's timeline."""
     if event["ph"] == "X" and event["cat"] in ROWS:
         start = event["ts"] / 1e6
         timeline.add(

@@ -1,8 +1,7 @@
-"""Chapter 25 · Digests of the weights that ranks hold alike, for the records of steps; no message
-is sent for them.
+"""Chapter 25 · Digests of replicated weights, for the records of steps.
 
-Ranks of a group whose digests of one step differ have drifted apart: minidist diagnose compares
-them.
+No message is sent for them: minidist diagnose compares the digests. Different digests of one step
+in a group mean that its replicas differ.
 """
 
 import hashlib
@@ -14,10 +13,11 @@ from minidist.parallel.step.replicas import sharers
 
 
 def replica_digests(trainer: Trainer) -> dict[str, str]:
-    """{group, as a few letters: digest of the weights that its ranks hold whole and alike}.
+    """Return {short name of a group: digest of the weights of which each of its ranks has a whole
+    replica}.
 
-    Empty where ranks hold none alike: ZeRO-3, workers that meet seldom or are asynchronous,
-    servers, one rank alone.
+    Empty if there are no replicas that must be equal: ZeRO-3, offload=all, local steps,
+    asynchronous workers, parameter servers, a single rank.
     Cost:    reads every weight of this rank once.
     """
     plan = trainer.plan

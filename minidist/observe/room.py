@@ -1,8 +1,8 @@
-"""The least memory that training takes, by formula, before anything of it is made
+"""A lower bound of the memory that training takes, by formula, before any array is made
 (console.require_memory).
 
-A job that is refused by it cannot run here. One that is not may still be too large: most
-activations are left out.
+A job that it refuses cannot run on this machine. A job that it accepts may still be too large: most
+activations are not counted.
 """
 
 from minidist.device import backend
@@ -10,17 +10,17 @@ from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.zero.memory_formula import Each, state_bytes
 
-BLOCK_BYTES = 8 << 10  # of the objects of a block, without its numbers
-# of a token of the global batch, which every rank draws: its place, input and target
+BLOCK_BYTES = 8 << 10  # bytes of the Python objects of a block, without its numbers
+# bytes per token of the global batch, which every rank draws: its place, input and target
 TOKEN_BYTES = 16
 
 
 def training_bytes(config: GPTConfig, plan: Plan, sequences: int, *, moments: int = 2) -> int:
-    """The least bytes that all ranks together hold: weights, gradients, the optimizer's state,
+    """Return the least bytes that all ranks together hold: weights, gradients, optimizer state,
     logits and batches.
 
-    Args:    sequences: of a step of the whole job; moments: arrays like the weights that the
-             optimizer keeps.
+    Args:    sequences: per step of the whole job; moments: number of arrays of the weights' size
+             that the optimizer keeps.
     """
     itemsize = backend.dtype(config.dtype if plan.precision == "fp32" else "float16").itemsize
     each = Each.of(itemsize, moments=moments, masters=plan.precision != "fp32")
@@ -28,7 +28,7 @@ def training_bytes(config: GPTConfig, plan: Plan, sequences: int, *, moments: in
     # on disk, until the end of the run: then every rank has the weights whole
     if plan.offload == "all":
         each = Each(itemsize, 0, 0)
-    elif plan.local_steps is not None:  # its own and the common weights
+    elif plan.local_steps is not None:  # the rank's own weights and the common weights
         each = each._replace(parameters=2 * itemsize)
     elif plan.strategy != "ddp":  # servers divide the optimizer's state
         each = each._replace(optimizer=0)

@@ -1,4 +1,4 @@
-"""Memory over time: the bytes that a memory account held at each moment.
+"""Memory over time: the bytes in a memory account after each change.
 
 with account.use(SampledAccount()) as memory:
     strategy.step(batch, optimizer)
@@ -21,7 +21,8 @@ class SampledAccount(MemoryAccount):
         self._events: list[tuple[float, str, int]] = []  # (seconds, category, bytes more)
 
     def samples(self) -> list[Sample]:
-        """(seconds of `time.perf_counter()`, bytes by category) after each change, in order."""
+        """Return (seconds of `time.perf_counter()`, bytes by category) after each change, in
+        order."""
         now = dict.fromkeys((*CATEGORIES, "total"), 0)
         found = []
         for moment, category, nbytes in sorted(self._events):
@@ -42,7 +43,7 @@ class SampledAccount(MemoryAccount):
 def stairs(
     samples: list[Sample], category: str, *, start: float, stop: float
 ) -> tuple[list[float], list[int]]:
-    """One category between two moments, to be drawn as steps.
+    """Return one category between two moments, to be drawn as a step function.
 
     Args:    start, stop: seconds of `time.perf_counter()`.
     Returns: the moments of change in ms from `start`, and the bytes from each moment on.

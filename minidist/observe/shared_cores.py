@@ -1,15 +1,15 @@
-"""Chapter 24 · Ranks that share cores, caches or memory: while too many compute, all of them slow
-down alike.
+"""Chapter 24 · Ranks that share cores, caches or memory: while too many compute, all slow down by
+the same factor.
 
     2 cores     0      1      2      3      4 s
     rank 0      |0 0 0 0 0 0 0|                 2 s of work, at 2/3 of a core: ends at 3 s
     rank 1      |1 1 1 1 1 1 1|                 the same
     rank 2      |2 2 2 2 2 2 2|2 2 2|           3 s of work: 2 s are done at 3 s, then a whole core
 
-The machine is a link of shared_links.py, of which a rank that computes asks for a share: with two
-cores for half of it. Work that two ranks do half as fast as one asks for more, because they meet
-elsewhere: in a cache, the memory, a core of two threads. So a stretch of work is a job of a station
-at which its rank alone comes. A rank that waits asks for nothing.
+The machine is modelled as a link of shared_links.py. A rank that computes uses a share of it: half,
+on two cores. Work that two ranks do only half as fast as one rank uses a larger share, because the
+ranks share more than cores: a cache, the memory, or the two threads of a core. So each piece of
+work is a job of a station that has only this rank. A rank that waits uses nothing.
 """
 
 from collections import Counter
@@ -31,12 +31,12 @@ def on_shared_cores(
     seconds: Sequence[Sequence[float]],
     share: Callable[[int, Hashable], float],
 ) -> tuple[Folded, list[Track]]:
-    """The job and its tracks as the replay plays them: each stretch of work is a call of the rank's
+    """Return the job and its tracks for the replay, with each piece of work as a call of the rank's
     own station.
 
-    Args:    job: unfolded. tracks, seconds: of each rank; seconds of each of the track's works if
-             no other computes.
-             share: (rank, work) -> of the machine.
+    Args:    job: unfolded. tracks: of each rank. seconds: of each piece of work of each track, if
+             no other rank computes.
+             share: (rank, work) -> share of the machine that the work uses.
     """
     stations = []
     played = []

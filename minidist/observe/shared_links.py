@@ -1,9 +1,9 @@
 """Chapter 24 · Links that several calls use at the same time.
 
-A call alone takes its seconds and uses of each link a share of its capacity. While the shares on a
-link add up to more than 1, each call on it slows down by that sum; a call on several links by the
-largest. So speeds change only when a call begins or ends, and between two such moments each call
-goes on evenly:
+A single call takes `alone` seconds and uses a share of the capacity of each of its links. While the
+shares on a link add up to more than 1, each call on it slows down by this sum; a call on several
+links slows down by the largest sum. So speeds change only when a call begins or ends; between two
+such moments each call runs at constant speed:
 
     call    alone    its link    0      1      2      3      4      5 s
     a       2 s      all of it   |a a a a|a a a|                        1 s alone, then at half speed: ends at 3 s
@@ -25,7 +25,7 @@ JobLoads = Mapping[Job, Sequence[tuple[Any, float]]]
 
 
 def busy_links(stations: Iterable[Station]) -> dict[Any, None]:
-    """Return the links on which more than their capacity can be asked for, in a fixed order.
+    """Return the links on which calls may use more than the capacity, in a fixed order.
 
     A station runs one job at a time.
     """
@@ -42,12 +42,20 @@ def busy_links(stations: Iterable[Station]) -> dict[Any, None]:
 
 
 class Running:
-    """The job that a station runs on shared links; a station has one of these.
+    """The state of the job that a station runs on shared links; one object per station.
 
+<<<<<<< HEAD
     Attributes: loads: of each of its jobs. number: of the job that runs.
                 seconds_left: seconds that the job would still take alone, at time `since`.
                 slowness: how many times longer it takes now. turn: of its end in the heap; others
                 are old.
+=======
+    Attributes: loads     the links and shares of each job of the station
+                number    the number of the running job
+                left      seconds alone of the work that is not done at time `since`
+                slowness  the factor by which it takes longer now
+                turn      the turn of its valid end in the heap; entries with another turn are old
+>>>>>>> l-observe
     """
 
     __slots__ = ("loads", "number", "seconds_left", "since", "slowness", "station", "turn")
@@ -63,24 +71,25 @@ class Running:
 
     @property
     def links(self) -> Sequence[tuple[Any, float]]:
-        """What it loads now."""
+        """(link, share) pairs of the running job."""
         return self.loads[self.station.jobs[self.number]]
 
 
 class SharedLinks:
-    """The clock of all calls that share links: they begin and end in the order of time."""
+    """The clock of all calls that share links; it lets them begin and end in the order of time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, bool, Running]] = []
         self._turns = count()
         self._asked: dict[Any, float] = defaultdict(float)  # link -> sum of shares
         self._users: dict[Any, dict[Running, None]] = defaultdict(dict)
-        # calls whose speed is to be found anew before time goes on
+        # calls whose speed must be computed again before time advances
         self._changed: dict[Running, None] = {}
         self._now = 0.0
 
     def complete(self, station: Station, number: int) -> None:
-        """All comers are there for a job of a station. It begins when the one before has ended."""
+        """Schedule a job of a station whose ranks have all arrived; it begins when the station's
+        previous job has ended."""
         before = station.ends[number - 1] if number else 0.0
         if before != UNKNOWN:
             heapq.heappush(
@@ -89,7 +98,8 @@ class SharedLinks:
             )
 
     def next_end(self) -> tuple[Station, int] | None:
-        """Let time go on to the next end of a job; None if nothing runs."""
+        """Advance time to the next end of a job and return (station, number of the job); None if no
+        job runs."""
         while self._heap or self._changed:
             if self._changed and (not self._heap or self._heap[0][0] > self._now):
                 self._settle()
@@ -133,8 +143,7 @@ class SharedLinks:
         return station, number
 
     def _settle(self) -> None:
-        """Find the speed of every call whose links have changed, and with it the time of its
-        end."""
+        """Compute speed and end of every call whose links have changed."""
         for running in self._changed:
             slowness = max((self._asked[link] for link, _ in running.links), default=1.0)
             slowness = slowness if slowness > FULL else 1.0

@@ -1,18 +1,17 @@
-"""Chapter 23 · How short a recorded step could be, and what made it as long as it was.
+"""Chapter 23 · The critical path of a recorded step, and a lower bound of its length.
 
-The critical path is the chain of work and transfers that ends with the step, each waiting for the
-one before it: plain_critical_path walks it back over the record.
+The critical path is the chain of work and transfers that ends with the step; each part waits for
+the previous part. plain_critical_path follows it backwards over the record.
 
-The lower bound takes the work and the transfers as they were recorded, and lets nothing stand in
-the way that need not: a call holds no other up, and weights set out as soon as they are there. Two
-things are left:
+The lower bound keeps the work and the transfers as recorded, but removes avoidable waits: no call
+delays another call, and weights are sent as soon as they are ready. Two limits remain:
 
     the longest chain    work | transfer of the last bucket | work
     the busiest link     work before its first call | all its calls, one after the other | work
                          after its last call
 
-No order, priority or prefetch of the same calls comes below the longer one. Other buckets, another
-link or a faster rank may: what_if.py.
+No order, priority or prefetch of the same calls gives less than the longer limit. Other buckets,
+another link or a faster rank may: what_if.py.
 """
 
 from collections import defaultdict
@@ -26,7 +25,7 @@ from minidist.observe.step_record import StepRecord, only_work
 
 
 class PathPart(NamedTuple):
-    """A part of the path, start and stop in the record's seconds; `rank`: of work, None for a
+    """A part of the critical path; start and stop in seconds of the record; rank: None for a
     transfer."""
 
     name: str
@@ -62,13 +61,13 @@ def plain_critical_path(record: StepRecord) -> list[PathPart]:
 
 
 # path_of below finds the same chain in the replayed step, which names each piece of work; it also
-# takes several groups at once, and a step that what_if.py has changed. lower_bound asks how short
-# the chain could be.
+# handles several groups at once, and a step that what_if.py has changed. lower_bound computes the
+# least length of the chain.
 
 
 def lower_bound(record: StepRecord) -> float:
-    """Seconds below which no order of the recorded calls can bring the step; at most those that it
-    took."""
+    """Return the seconds below which no order of the recorded calls can bring the step; at most its
+    recorded seconds."""
     moves = {
         number
         for number, call in enumerate(record.calls)
@@ -84,8 +83,8 @@ def lower_bound(record: StepRecord) -> float:
 
 
 def weights_first(trace: Sequence[Event], gathers: Container[int]) -> list[Event]:
-    """The trace with these gathers begun as soon as their weights are there: after the last update
-    before them."""
+    """Return the trace with these gathers started as soon as their weights are ready: after the
+    last update before them."""
     moved = list[Event]()
     updated = 0
     early = 0
@@ -102,15 +101,15 @@ def weights_first(trace: Sequence[Event], gathers: Container[int]) -> list[Event
 
 
 def _apart(event: Event) -> Event:
-    """The event, if it is a call's, with a group of the call's own: no call holds it up."""
+    """Return the event; the start of a call gets its own group, so that no other call delays it."""
     if not isinstance(event, Start):
         return event
     return event._replace(call=event.call._replace(axis=f"{event.call.axis}/{event.call.name}"))
 
 
 def _link_seconds(record: StepRecord, traces: Sequence[Sequence[Event]], group: str) -> float:
-    """The least work before a call of the group, its calls that are waited for, the least work
-    after one of them."""
+    """Return a lower bound by one link: the least work before a call of the group + the seconds of
+    its awaited calls + the least work after one of them."""
     head = dict[int, float]()
     tail = dict[int, float]()
     for trace in traces:
@@ -133,8 +132,8 @@ def _link_seconds(record: StepRecord, traces: Sequence[Sequence[Event]], group: 
 
 
 def path_of(record: StepRecord, replayed: Replayed) -> list[dict[str, Any]]:
-    """The critical path of the replayed step: its pieces, neighbours of one name joined, seconds
-    from the begin."""
+    """Return the critical path of the replayed step in seconds from its begin; consecutive pieces
+    of the same name are joined."""
     begins: dict[str, list[tuple[float, Any]]] = defaultdict(list)
     for station in dict.fromkeys(station for mine in replayed.stations for station in mine):
         begins[station.slot.axis] += list(zip(station.begins, station.jobs, strict=True))

@@ -1,11 +1,11 @@
-"""Chapter 25 · RUN/metrics.jsonl: a line of JSON a step, written while the run goes on.
+"""Chapter 25 · RUN/metrics.jsonl: one line of JSON per step, written during the run.
 
     log = StepLog(run / "metrics.jsonl", goes_on=False)
     log.write(StepState(step=1, …))             # one write() of less than MOST_BYTES
     read_step_log(run / "metrics.jsonl")        # while the run writes it, or after it was killed
 
-A killed run leaves whole lines; only the last may be torn, and a reader leaves it out. A run that
-goes on from a checkpoint appends: it makes some steps again, and the later line of a step holds.
+A killed run leaves whole lines; only the last may be torn, and a reader ignores it. A run that
+resumes from a checkpoint appends: it makes some steps again, and the later line of a step counts.
 """
 
 import json
@@ -27,7 +27,7 @@ MOST_BYTES = 1024
 
 
 class _LogLine(msgspec.Struct):
-    """A line of the log; an older one has less."""
+    """The fields of a line of the log; logs of older versions have fewer."""
 
     step: Count
     steps: Count = 0
@@ -43,12 +43,11 @@ class _LogLine(msgspec.Struct):
 
 @dataclass(frozen=True)
 class StepState:
-    """What one rank knows after a step.
+    """The state of one rank after a step.
 
     Attributes: step: from 1; steps: of the run; seconds: of this step; sent_bytes: of this rank so
-    far, by axis and
-                verb; memory: bytes that it holds now, by category, with "total"; joules: so far,
-                from `energy_source`: of its counters, or its estimate.
+                far, by axis and verb; memory: bytes that it holds now, by category, with "total";
+                joules: so far, from its counters or its estimate (`energy_source`).
     """
 
     step: int
@@ -62,10 +61,10 @@ class StepState:
     energy_source: str
 
     def line(self, moment: float) -> bytes:
-        """The state as a line of at most MOST_BYTES.
+        """Return the state as one line of JSON.
 
-        Where many axes and verbs would not fit, `sent_bytes` has the sum of an axis in place of its
-        verbs. A loss that is not finite becomes null, because JSON has no NaN.
+        If the line would be longer than MOST_BYTES, `sent_bytes` has one sum per axis instead of
+        its verbs. A loss that is not finite becomes null, because JSON has no NaN.
 
         Args:    moment: seconds since 1970.
         """
@@ -95,10 +94,11 @@ class StepState:
 
 
 class StepLog:
-    """Writes the lines of one run. A disk that takes no more is told once, and the run goes on.
+    """A writer of the lines of one run. If the disk is full, it says so once, and the run
+    continues.
 
-    Args:    file: made with its first line; goes_on: append to the lines that are there, else begin
-             anew.
+    Args:    file: made with its first line; goes_on: append to the existing lines, else start a new
+             file.
     """
 
     def __init__(self, file: Path, *, goes_on: bool) -> None:
@@ -122,14 +122,14 @@ class StepLog:
             )
 
     def close(self) -> None:
-        """Write no more; a second time does nothing."""
+        """Stop writing; a second call does nothing."""
         self._ended = True
         if self._open is not None:
             os.close(self._open)
             self._open = None
 
     def _begin(self) -> int:
-        """Open the file; end the line that a killed run left torn."""
+        """Return the opened file; a torn line of a killed run is ended."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         opened = (
             open_regular(self.file, member=True, flags=flags) if self._goes_on else begin(self.file)
@@ -141,7 +141,7 @@ class StepLog:
 
 
 def read_step_log(file: str | Path) -> list[dict[str, Any]]:
-    """The steps in order, each once; a line that is torn, or says something else, is left out.
+    """Return the steps in order, each once; a torn line, or a line that is not a step, is left out.
 
     Raises:  OSError if the file cannot be read.
     """
@@ -150,17 +150,17 @@ def read_step_log(file: str | Path) -> list[dict[str, Any]]:
 
 
 class LogFollower:
-    """Reads a log again and again while a run writes it: each time only what is new."""
+    """A reader of a log that a run still writes; each poll reads only the new bytes."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        # the file's first bytes, which tell when it was begun; bytes read
+        # the file's first bytes, which identify its run; number of bytes read
         self._begin = b""
         self._read = 0
         self._found: dict[int, dict[str, Any]] = {}
 
     def poll(self) -> list[dict[str, Any]]:
-        """The steps up to now, as read_step_log; none if the file is not there."""
+        """Return the steps up to now, as read_step_log does; [] if there is no file."""
         try:
             with open(open_regular(self.file, member=True), "rb") as stream:
                 begin = stream.read(128)
@@ -179,7 +179,7 @@ class LogFollower:
 
 
 def _steps_of(lines: bytes) -> dict[int, dict[str, Any]]:
-    """{step: values}; of a step that was made again the later line."""
+    """Return {step: values}; for a step that was made again, the later line."""
     found: dict[int, dict[str, Any]] = {}
     for line in lines.splitlines():
         if (values := parse_line(line, _LogLine)) is not None:
@@ -192,5 +192,5 @@ def _packed(values: dict[str, Any]) -> bytes:
 
 
 def loss_text(loss: float | None) -> str:
-    """Return a loss as it is shown; None is that of a run that could not measure it."""
+    """Return a loss as text; None means that the run could not measure it."""
     return "unknown" if loss is None else f"{loss:.4f}"

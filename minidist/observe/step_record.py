@@ -1,18 +1,18 @@
-"""Chapter 23 · A recorded step: the collectives and the waits of all ranks, and the events that the
-replay plays.
+"""Chapter 23 · A recorded step: the collectives and waits of all ranks, and their events for the
+replay.
 
     compute          forward | backward: layer 2 | layer 1 | wait for a | wait for b | optimizer
     asked for                                    a         b
     communication                                | a ................ | b ........ |
 
-A call is asked for by each rank, and comes with the last of them. It begins when the call before it
-in its group has ended, too; it ends with the last rank, and another rank may continue before that.
-A rank waits for a call from when its program stands still to when it continues. All else is work.
-Replayed with nothing changed, each rank ends when it ended.
+Each rank asks for a call. The call begins when the last rank has asked for it and the previous call
+of its group has ended. It ends when it ends on the last rank; another rank may continue before. A
+rank waits for a call from the moment when its program blocks until it continues. All other time is
+work. A replay without changes ends on each rank at the recorded time.
 
-    record = record_step(timelines, step)       # of timelines that followed waits
-    replayed = record.replay()                  # the same step from its events: what_if.py changes
-                                                them first
+    record = record_step(timelines, step)       # from timelines that followed waits
+    replayed = record.replay()                  # the same step from its events; what_if.py changes
+                                                # them first
 
 notes: N2 §11.1
 """
@@ -29,20 +29,20 @@ from minidist.observe.replay import Replayed, replay
 from minidist.observe.timeline import Span, Timeline
 
 NO_CORE = "no core"
-"""The call had ended on all ranks; the program that waited for it was not running yet."""
+"""Time after a call had ended on all ranks, in which the waiting program did not run yet."""
 IN_A_WAIT = "in a wait"
-"""The program stood still; another thread of the rank asked for a call at the end of this time."""
+"""Time in which the program waited, until another thread of the rank asked for a call."""
 NO_WORK = (NO_CORE, IN_A_WAIT)
-"""Names of a Busy that is no work."""
+"""Names of Busy events that are not work."""
 
 
 class Asked(NamedTuple):
-    """A call as one rank saw it, in seconds: asked for by the program, begun, ended."""
+    """A call on one rank: when the program asked for it, when it began and ended, in seconds."""
 
     asked: float
     start: float
     stop: float
-    blocking: bool  # the program stood still all the time
+    blocking: bool  # the program waited during the whole call
 
 
 @dataclass(eq=False)
@@ -50,11 +50,11 @@ class StepCall:
     """A collective of the step, on all its ranks. Compared by identity.
 
     Attributes: group, number  its group, and its place among the calls of the group
-                nbytes         sent by the rank that sends most; messages: of that rank
+                nbytes         sent by the rank that sends most; messages: sent by this rank
                 where          the line of the program that asked for it
-                ranks          rank -> its view
-                begin, end     when all ranks had come and the link of the group was free; when the
-                               last rank ended
+                ranks          rank -> the call on this rank
+                begin          when all ranks had asked for it and the group's link was free
+                end            when it ended on the last rank
     """
 
     group: str
@@ -72,12 +72,12 @@ class StepCall:
 
     @property
     def last_rank(self) -> int:
-        """The rank that came last."""
+        """The rank that asked for the call last."""
         return max(self.ranks, key=lambda rank: self.ranks[rank].asked)
 
     @property
     def came(self) -> float:
-        """When the last rank had asked for it."""
+        """Seconds at which the last rank asked for the call."""
         return self.ranks[self.last_rank].asked
 
     @property
@@ -87,20 +87,20 @@ class StepCall:
 
     @property
     def in_background(self) -> bool:
-        """Neither of scalars, nor did a rank stand still for it from the first moment on."""
+        """True if the call ran in the background on all ranks, and is not one of scalars."""
         return self.axis != "control" and not any(one.blocking for one in self.ranks.values())
 
     @property
     def key(self) -> str:
-        """Its name in the replay, unlike that of all other calls."""
+        """Its unique name in the replay."""
         return f"{self.name} #{self.number} of {self.group}"
 
 
 class StepWait(NamedTuple):
-    """A rank stood still from start to stop.
+    """A wait of a rank from start to stop.
 
-    `call`: for which call; None for what is no collective, and for a rank's own part of a call that
-    ended before the call began: the last rank came later.
+    `call`: the call that it waits for. None if that is no collective, or if the wait ended before
+    the last rank arrived, so that the rank waited for no other rank.
     """
 
     name: str
@@ -111,12 +111,12 @@ class StepWait(NamedTuple):
 
 @dataclass
 class StepRecord:
-    """A step of all ranks, in seconds of one clock.
+    """The record of one step of all ranks, in seconds of one clock.
 
-    Attributes: windows  of each rank, when its step began and ended
-                calls    those that were under way in it, by group and number
-                waits    of each rank, in order; they do not overlap
-                work     of each rank, named pieces of work, in order: (name, start, stop)
+    Attributes: windows  (begin, end) of the step on each rank
+                calls    the calls that ran in the step, by group and number
+                waits    the waits of each rank, in order; they do not overlap
+                work     the named pieces of work of each rank, in order: (name, start, stop)
     """
 
     windows: list[Interval]
@@ -126,20 +126,20 @@ class StepRecord:
 
     @property
     def begin(self) -> float:
-        """When the first rank began."""
+        """Seconds at which the first rank began."""
         return min(start for start, _ in self.windows)
 
     @property
     def seconds(self) -> float:
-        """From the first rank's begin to the last rank's end."""
+        """Seconds from the first rank's begin to the last rank's end."""
         return max(stop for _, stop in self.windows) - self.begin
 
     def exposed(self, rank: int) -> float:
-        """Seconds in which a rank stood still."""
+        """Return the seconds in which a rank waited."""
         return sum(wait.stop - wait.start for wait in self.waits[rank])
 
     def before(self, call: StepCall) -> StepCall | None:
-        """The call before it in its group, if that held it up."""
+        """Return the previous call of its group, if that delayed the call; else None."""
         place = self.calls.index(call)
         other = self.calls[place - 1] if place else None
         return (
@@ -149,13 +149,14 @@ class StepRecord:
         )
 
     def members(self, axis: str, rank: int) -> list[int]:
-        """The ranks of a group; each call has a group's id before its number, if it has one."""
+        """Return the ranks of a group; `axis` is the group's id, perhaps with "/" and a call's name
+        after it."""
         group = axis.partition("/")[0]
         return sorted({one for call in self.calls if call.group == group for one in call.ranks})
 
     def traces(self) -> list[list[Event]]:
-        """The events of each rank; the work of a Busy is its seconds, the id of a call its place in
-        `calls`."""
+        """Return the events of each rank. The work of a Busy is its seconds; the id of a call is
+        its index in `calls`."""
         return [self._trace(rank) for rank in range(len(self.windows))]
 
     def _trace(self, rank: int) -> list[Event]:
@@ -180,8 +181,9 @@ class StepRecord:
     def _points(self, rank: int) -> list[tuple[float, Start | Await, StepWait | None]]:
         """Return when a rank asks for its calls and when it waits for them, in order.
 
-        The calls of a group are asked for in their order. A wait in which another thread asks for
-        calls counts from the last of them on, so that no call is asked for later than recorded.
+        A rank asks for the calls of a group in their order. If another thread asks for calls during
+        a wait, the wait counts from the last of these calls on, so that no call is asked for later
+        than recorded.
         """
         starts = dict[StepCall, float]()
         latest = dict[str, float]()
@@ -206,7 +208,7 @@ class StepRecord:
         return min(max(call.ranks[rank].asked, self.begin), self.windows[rank][1])
 
     def _busy(self, rank: int, start: float, stop: float) -> Iterator[Busy]:
-        """Yield what a rank did between two moments; nothing if `stop` is not after `start`."""
+        """Yield a rank's work between two moments; nothing if `stop` is not after `start`."""
         yield from _busy_between(self._pieces(rank), start, stop)
 
     def _pieces(self, rank: int) -> list[tuple[str, float, float]]:
@@ -222,9 +224,9 @@ class StepRecord:
         traces: Sequence[Sequence[Event]] | None = None,
         seconds: dict[str, float] | None = None,
     ) -> Replayed:
-        """The step again, from its events or from changed ones.
+        """Replay the step from its events or from changed events.
 
-        Args:    traces: one a rank; seconds: of calls by their name in the events (default: as
+        Args:    traces: one per rank; seconds: of calls by their names in the events (default: as
                  recorded).
         """
         chosen = {call.key: call.alone for call in self.calls} if seconds is None else seconds
@@ -260,12 +262,12 @@ def _busy_between(
 
 
 def only_work(trace: Sequence[Event]) -> list[Event]:
-    """Return the events without a Busy that is no work."""
+    """Return the events without each Busy that is not work."""
     return [event for event in trace if not isinstance(event, Busy) or event.name not in NO_WORK]
 
 
 def group_call(call: StepCall) -> GroupCall:
-    """The call as an event; its axis is its group."""
+    """Return the call as an event; its axis is its group."""
     return GroupCall(call.group, call.verb, call.algorithm, call.nbytes, name=call.key)
 
 
@@ -273,7 +275,7 @@ def group_call(call: StepCall) -> GroupCall:
 
 
 def record_step(timelines: Sequence[Timeline], step: int) -> StepRecord:
-    """The record of one step.
+    """Return the record of one step.
 
     Args:    timelines: of all ranks, on one clock; they followed waits (`Timeline.follow(ledger,
              waits=True)`).
@@ -302,7 +304,7 @@ def record_step(timelines: Sequence[Timeline], step: int) -> StepRecord:
 
 
 def _calls(timelines: Sequence[Timeline], windows: Sequence[Interval]) -> list[StepCall]:
-    """The calls under way in the step, by group and number, with their begins and ends."""
+    """Return the calls that ran in the step, by group and number, with their begins and ends."""
     found: dict[tuple[str, int], StepCall] = {}
     for rank, timeline in enumerate(timelines):
         for span in timeline.spans:
@@ -317,7 +319,7 @@ def _calls(timelines: Sequence[Timeline], windows: Sequence[Interval]) -> list[S
             for rank, one in call.ranks.items()
         )
     ]
-    held = dict[str, float]()  # group -> until when its last call holds the link
+    held = dict[str, float]()  # group -> when its last call frees the link
     for call in calls:
         free = held.get(call.group, begin)
         came = max(min(one.asked, windows[rank][1]) for rank, one in call.ranks.items())
@@ -327,7 +329,7 @@ def _calls(timelines: Sequence[Timeline], windows: Sequence[Interval]) -> list[S
 
 
 def _add(found: dict[tuple[str, int], StepCall], rank: int, span: Span) -> None:
-    """Put a rank's view of a call to that of the others."""
+    """Add a call on one rank to the record of this call on the other ranks."""
     about = span.details
     key = about["group"], about["sequence"]
     name = f"{span.name} of scalars" if about["axis"] == "control" else span.name
@@ -346,8 +348,7 @@ def _add(found: dict[tuple[str, int], StepCall], rank: int, span: Span) -> None:
 def _waits(
     timeline: Timeline, rank: int, window: Interval, known: dict[tuple[str, int], StepCall]
 ) -> list[StepWait]:
-    """What a rank waited for in its step: calls, and under their own name the waits for all
-    else."""
+    """Return a rank's waits in its step: for calls, and with their own names all other waits."""
     found = [
         (span.start, span.stop, known.get((span.details["group"], span.details["sequence"])))
         for span in timeline.spans
@@ -380,8 +381,8 @@ def _waits(
 def _work(
     timeline: Timeline, window: Interval, waits: Sequence[StepWait]
 ) -> list[tuple[str, float, float]]:
-    """Named pieces of work without the waits in them; of spans inside each other the innermost
-    names a piece."""
+    """Return the named pieces of work without the waits in them; of nested spans the innermost
+    gives the name."""
     free = subtract([window], union((wait.start, wait.stop) for wait in waits))
     spans = [span for span in working(timeline) if span.stop > window[0] and span.start < window[1]]
     edges = sorted({edge for span in spans for edge in (span.start, span.stop)})

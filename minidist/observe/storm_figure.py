@@ -1,5 +1,5 @@
-"""The picture of a storm, drawn from its events: which ranks took part when, what broke, and how
-many steps counted."""
+"""The picture of a storm, drawn from its events: when each rank took part, the faults, and the
+number of steps that counted."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,11 +34,11 @@ def draw_storm(
     *,
     ranks: int,
 ) -> None:
-    """Write a storm as a picture: a lane a rank, the faults, and the steps that count over the
+    """Write a picture of a storm: one lane per rank, the faults, and the steps that count over
     time.
 
     Args:    told: events of the job; works: (begin, end, ranks, number) of each generation's work;
-             faults: with their kind, time and rank. ranks: that the job wants.
+             faults: with their kind, time and rank; ranks: the number that the job asks for.
     Raises:  OSError if `path` cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -100,7 +100,8 @@ def _quiet(axes: "Axes") -> None:
 def _lanes(
     axes: "Axes", told: Sequence[Event], works: Sequence[Work], start: float, ranks: int
 ) -> None:
-    """A lane a rank: its process's colour while it took part, grey while it only lived."""
+    """Draw one lane per rank: in its process's colour while it took part, grey while it only
+    waited."""
     _quiet(axes)
     forming = [event for event in told if event["event"] == "forming"]
     by_number = {number: (begin, end) for begin, end, _, number in works}
@@ -162,14 +163,14 @@ def _faults(
 
 
 def _steps(axes: "Axes", told: Sequence[Event], faults: Sequence[Event], start: float) -> None:
-    """Steps that are made over the time; back, in red, where they were made in vain."""
+    """Draw the number of steps made over time; it falls, in red, where steps were lost."""
     _quiet(axes)
     axes.grid(axis="y", color=GRID, linewidth=0.9)
     known: list[tuple[float, int]] = []
     for event in sorted(
         (event for event in told if event["event"] in ON_STEPS), key=lambda event: event["time"]
     ):
-        # only a new state goes back
+        # only a new generation ("formed") can lower the number
         before = known[-1][1] if known and event["event"] != "formed" else 0
         known.append((event["time"] - start, max(before, int(event["step"]))))
     for (begin, first), (end, last) in zip(known, known[1:], strict=False):

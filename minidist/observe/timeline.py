@@ -1,19 +1,17 @@
 """The timeline of a run: spans of every rank, gathered on rank 0 and written for Perfetto.
 
     timeline = Timeline(world.rank)
-    timeline.follow(world.ledger)                      # collectives and messages, from the ledger's
-                                                       events
+    timeline.follow(world.ledger)                      # collectives and messages, by ledger events
     with timeline.span("forward", step=3): ...         # work, from the code that does it
-    timelines = timeline.collect(world)                # on rank 0: every rank's spans on rank 0's
-                                                       clock
+    timelines = timeline.collect(world)                # on rank 0: all ranks' spans, rank 0's clock
     write_perfetto("trace.json", timelines)            # open it at https://ui.perfetto.dev
 
-A process of the trace is a rank. Its rows: `compute` (forward, backward, optimizer),
-`communication` (each collective, on any thread), `messages` (each that the rank sent), `moves`
-(copies between device, host and disk), `waits` (for each collective by itself) and `receives` (each
-message that the rank received, from when it was ready for it); the last two if the timeline was
-asked to follow them. Overlap is visible: the all-reduce of a bucket on
-the second row starts before `backward` on the first row ends.
+Each process of the trace is a rank. Its rows: `compute` (forward, backward, optimizer),
+`communication` (each collective, on any thread), `messages` (each message that the rank sent),
+`moves` (copies between device, host and disk), `waits` (each wait for a collective) and `receives`
+(each message that the rank received, from the moment when it was ready for it). The last two exist
+only if the timeline was asked to follow them. Overlap is visible: the all-reduce of a bucket on the
+second row starts before `backward` on the first row ends.
 
 Times are seconds of `time.perf_counter()`, one clock for all processes of a host. `clock_offset`
 aligns hosts.
@@ -40,13 +38,13 @@ from minidist.observe.trace_marks import arrows, counters
 ROWS = ("compute", "communication", "messages", "moves", "waits", "receives")
 MEMORY_SAMPLES = 1000
 MEMORY_EVERY = 1e-3
-"""The most moments of a rank's memory that a timeline keeps, the highest of each millisecond: of
-the first steps."""
+"""A timeline keeps at most MEMORY_SAMPLES memory samples per rank, from the run's begin on: the
+highest of each MEMORY_EVERY seconds."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A named interval of one rank's time, in seconds of `time.perf_counter()`; `row` is one of
+    """A named interval of one rank's time, in seconds of `time.perf_counter()`; `row`: one of
     ROWS."""
 
     name: str
@@ -60,10 +58,9 @@ class Timeline:
     """The spans of one rank, in the order in which they ended.
 
     Args:    rank: this rank in the job, the process number of the trace.
-             limit: the most spans to keep: the first half of them and the last half (a step of DDP
-             has about 100).
-    Attributes: spans: those that are kept. gaps: {place in `spans`: how many are left out before
-    it}.
+             limit: the largest number of spans to keep: half of them the first, half the last (a
+             step of DDP has about 100).
+    Attributes: spans: the kept spans. gaps: {index in `spans`: number of spans left out before it}.
     """
 
     def __init__(self, rank: int, *, limit: int = 100_000) -> None:
@@ -83,8 +80,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
-        """Record the time of the block; a `step` among the details also marks the collectives that
-        run meanwhile."""
+        """Record the time of the block; a `step` in the details also marks later collectives."""
         if "step" in details:
             self.step = details["step"]
         self._rows += details.get("rows", 0)
@@ -98,16 +94,16 @@ class Timeline:
             )
 
     def take_own(self) -> tuple[int, float | None]:
-        """Rows that this rank worked on, and its share of the loss if the strategy tells it, since
-        the last call."""
+        """Return the rows that this rank worked on since the last call, and its share of the loss
+        if the strategy reports it."""
         own = self._rows, self._share
         self._rows = 0
         self._share = None
         return own
 
     def add(self, span: Span) -> None:
-        """Keep `span`; if `limit` spans are kept already, the oldest behind the first half goes and
-        is counted."""
+        """Keep `span`; if there are more than `limit` spans, drop the oldest after the first half,
+        and count it."""
         self.spans.append(
             replace(span, details={**self.always, **span.details}) if self.always else span
         )
@@ -118,16 +114,16 @@ class Timeline:
 
     @property
     def dropped(self) -> int:
-        """How many spans were left out."""
+        """Number of spans that were left out."""
         return sum(self.gaps.values())
 
     def cut_steps(self) -> set[int]:
-        """The steps beside a gap, which may lack spans."""
+        """Return the steps next to a gap, which may lack spans."""
         beside = [span for place in self.gaps for span in self.spans[max(0, place - 1) : place + 1]]
         return {span.details["step"] for span in beside if span.details.get("step") is not None}
 
     def go_on(self, rank: int, ledger: Ledger, *, limit: int, **always: Any) -> None:
-        """In a new world, as this rank: follow its ledger. All spans from now on have the rank and
+        """Continue in a new world with this rank and its ledger. All later spans have the rank and
         these details."""
         self.rank = rank
         self.limit = limit
@@ -138,26 +134,27 @@ class Timeline:
         self.follow(ledger)
 
     def announce(self, axis: str, name: str) -> None:
-        """Name the next collective along `axis`: a group runs its calls in the order in which they
-        are started."""
+        """Name the next collective along `axis`; a group runs its calls in the order of their
+        starts."""
         self._names.setdefault(axis, deque()).append(name)
 
     def follow(self, ledger: Ledger, *, waits: bool = False, receives: bool = False) -> None:
         """From now on, record every collective and every message that `ledger` reports.
 
-        Args:    waits: each wait for a collective too, and of each collective whether it ran in the
-                 calling thread (`blocking`), which is the program's. `minidist train --why` needs
-                 both.
-                 receives: each message received too; trace.json then has an arrow from its send.
+        Args:    waits: also record each wait for a collective, and for each collective whether it
+                 ran in the program's thread, which calls this method (`blocking`). `minidist train
+                 --why` needs both.
+                 receives: also record each received message; trace.json then has an arrow from its
+                 send.
         """
         self._program = threading.current_thread().name
         ledger.subscribe(self._on_event, waits=waits, receives=receives)
 
     def follow_memory(self, account: MemoryAccount, *, limit: int = MEMORY_SAMPLES) -> None:
         """From now on, record the live bytes of `account` whenever an array is made, up to `limit`
-        moments.
+        samples.
 
-        Of the moments of MEMORY_EVERY seconds only the highest is kept, and that exactly.
+        Of all samples within MEMORY_EVERY seconds only the highest is kept.
         """
         begin = -MEMORY_EVERY
 
@@ -222,13 +219,13 @@ class Timeline:
 
 
 def clock_offset(group: Group, *, rounds: int = 5) -> float:
-    """Seconds to add to this rank's clock to get rank 0's.
+    """Return the seconds to add to this rank's clock to get rank 0's.
 
     Rank 0 asks each rank for its time and takes the middle of the round trip as the moment of the
-    answer. The error is at most half a round trip, so a smaller offset counts as 0.0; on one host,
-    which has one clock, it always is.
+    answer. The error is at most half a round trip, so a smaller offset becomes 0.0; on one host,
+    which has one clock, it is always 0.0.
 
-    Cost:    on rank 0, 2 * rounds + 1 messages of 8 bytes a peer, counted under `control`.
+    Cost:    on rank 0, 2 * rounds + 1 messages of 8 bytes per peer, counted under `control`.
     """
     with group.ledger.control():
         if group.rank != 0:
@@ -237,7 +234,7 @@ def clock_offset(group: Group, *, rounds: int = 5) -> float:
                 group.send(np.array([time.perf_counter()]), dst=0)
             return float(group.recv(src=0)[0])
         for peer in range(1, group.size):
-            trips = []  # (seconds there and back, offset), of which the quickest counts
+            trips = []  # (seconds of the round trip, offset); the quickest counts
             for _ in range(rounds):
                 asked = time.perf_counter()
                 group.send(np.zeros(1), dst=peer)
@@ -252,8 +249,8 @@ def clock_offset(group: Group, *, rounds: int = 5) -> float:
 def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
     """Write the Chrome trace format: `ph: X` events, `ts` and `dur` in µs from the earliest start.
 
-    Where a timeline has left spans out, an instant event of the rank says how many, and for how
-    long. Beside them arrows between messages and counters, of what the timelines have of these
+    Where a timeline has left out spans, an instant event of the rank gives their number and the
+    length of the gap. Arrows between messages and counters are added if the timelines have them
     (trace_marks.py).
 
     Raises:  OSError if `path` cannot be written.
@@ -282,7 +279,7 @@ def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
 
 
 def _left_out(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
-    """An instant event at the begin of each gap."""
+    """Yield an instant event at the begin of each gap."""
     for place, count in timeline.gaps.items():
         start = timeline.spans[place - 1].stop if place else origin
         until = timeline.spans[place].start if place < len(timeline.spans) else start
@@ -298,7 +295,7 @@ def _left_out(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Metadata events: names and order of a rank's process and rows."""
+    """Yield metadata events: names and order of a rank's process and rows."""
 
     def about(what: str, row: int, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": what, "pid": timeline.rank, "tid": row, "args": args}

@@ -1,12 +1,12 @@
-"""Chapter 25 · What trace.json shows beside spans: arrows from a send to its receive, and counters.
+"""Chapter 25 · Arrows from sends to receives, and counters, in trace.json.
 
-    ph s, f     an arrow: from the start of a message's span on the sender to the end of the
-                receiver's
+    ph s, f     an arrow: from the start of a message's span on the sender to the end of its span on
+                the receiver
     ph C        memory: the live bytes of a rank by category, whenever an array is made
                 sent bytes: what a rank sent in a step by axis, at the end of the step
 
-A message has both ends or no arrow: the span of one end may be among those that a timeline did not
-keep.
+A message has an arrow only if both its spans are recorded: a timeline may have left out one of
+them.
 """
 
 from collections import Counter, defaultdict
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 Key = tuple[int, int, str]
-"""Of a message: sender, receiver, and what tells it from the others between the two."""
+"""Key of a message: sender, receiver, and an id that is unique between the two."""
 
 
 def arrows(timelines: "Sequence[Timeline]", rows: Sequence[str], origin: float) -> Iterator[Event]:
-    """Two events for each message of which both ends are recorded.
+    """Yield two events for each message with both ends recorded.
 
-    Args:    rows: of the trace, in order. origin: the trace's begin, in seconds.
+    Args:    rows: the rows of the trace, in order. origin: the trace's begin, in seconds.
     """
     starts = dict(_ends(timelines, "messages"))
     for number, (key, (receiver, received)) in enumerate(_ends(timelines, "receives")):
@@ -55,8 +55,8 @@ def _ends(timelines: "Sequence[Timeline]", row: str) -> "Iterator[tuple[Key, tup
 
 
 def counters(timelines: "Sequence[Timeline]", origin: float) -> Iterator[Event]:
-    """Memory, and bytes sent in a step. Categories and axes that stay zero are left out. Args: as
-    in arrows."""
+    """Yield counter events: memory, and bytes sent in a step. Categories and axes that stay zero
+    are left out. Args: as in arrows."""
     for timeline in timelines:
         used = sorted(
             {
@@ -88,7 +88,8 @@ def counters(timelines: "Sequence[Timeline]", origin: float) -> Iterator[Event]:
 
 
 def sent_in_steps(timeline: "Timeline") -> dict[int, Counter[str]]:
-    """{step: {axis: payload bytes}} that the rank sent, as far as its timeline has kept them."""
+    """Return {step: {axis: payload bytes}} that the rank sent, by the spans that its timeline
+    kept."""
     sent: defaultdict[int, Counter[str]] = defaultdict(Counter)
     ends = {span.details["step"]: span.stop for span in timeline.spans if span.name == "step"}
     for span in timeline.spans:

@@ -1,27 +1,25 @@
-"""Chapter 23 · What if: a recorded step with another link, other buckets, another order; predicted
-by the replay.
+"""Chapter 23 · What if: the predicted time of a recorded step with another link, other buckets, or
+another order, by the replay.
 
     predict(record, Change(bandwidth=250e6, bucket=1 << 20))       # seconds
 
-The work stays as it was recorded. What changes is when calls are asked for, how many there are, how
-long each takes:
+The work stays as recorded. The change concerns the calls: their moments, number and seconds:
 
     alpha, bandwidth    a call takes as long as recorded + messages x (new alpha - old) + bytes x
                         (new beta - old); the old ones are fitted to the step's own calls
     bucket              gradients become final evenly between two recorded buckets
                         (what_if_buckets.py)
-    ahead               of ZeRO-3: the gather of a unit sets out so many units before its turn
+    ahead               for ZeRO-3: the gather of a unit starts `ahead` units before its turn
                         (rank_line.py)
-    order=forward       buckets of gradients travel first layer first
-    priority=on         of the calls in a queue that one goes first that is waited for first
-    without             each kind of work of this rank takes as long as the median of the others':
+    order=forward       buckets of gradients are sent first layer first
+    priority=on         of the calls in a queue, the call that is waited for first goes first
+    without             each kind of work of this rank takes at most the median of the other ranks:
                         no straggler
 
-The work of a call itself (packing, the tape's hooks) is not predicted, and neither is another
-number of ranks. Where no core was free after a wait (NO_CORE), a prediction lets the rank continue
-at once.
-A transfer that other programs held up while it was hidden stays as long as it was recorded, and
-counts where it is no longer hidden: record a quiet step.
+The processor work of a call itself (packing, the tape's hooks) is not predicted, nor is another
+number of ranks. If no core was free after a wait (NO_CORE), the prediction lets the rank continue
+at once. A transfer that other programs slowed down while it was hidden keeps its recorded length,
+and counts if it is no longer hidden: record a step on a quiet machine.
 
 notes: N2 §10, §11.1    Source: Peng et al. 2019, "A Generic Communication Scheduler"
                         (ByteScheduler), for priority.
@@ -40,13 +38,13 @@ from minidist.observe.what_if_buckets import forward_order, new_buckets
 
 ORDERS = ("backward", "forward")
 TURNS = 4
-"""How often priorities are found anew, from the times that the last ones gave."""
+"""Number of times that priorities are computed again, from the times that the last ones gave."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is to be another; what is None stays. bucket: bytes; alpha: seconds; bandwidth: bytes/s;
-    without: a rank."""
+    """A change of the recorded step; None: unchanged. bucket: bytes; alpha: seconds; bandwidth:
+    bytes/s; without: a rank."""
 
     bucket: int | None = None
     alpha: float | None = None
@@ -58,10 +56,10 @@ class Change:
 
 
 def predict(record: StepRecord, change: Change, link: LinkCost | None = None) -> float:
-    """Seconds of the step under a change.
+    """Return the seconds of the step with a change.
 
-    Args:    link: what the recorded step's link costs, where it is known (default: fitted to the
-             step's calls).
+    Args:    link: cost of the recorded step's link, if it is known (default: fitted to the step's
+             calls).
     """
     job = StepLines(record)
     cost = link or fitted_link(record)
@@ -88,7 +86,7 @@ def predict(record: StepRecord, change: Change, link: LinkCost | None = None) ->
 
 
 def fitted_link(record: StepRecord) -> LinkCost:
-    """alpha and beta of the link, from the calls of the step; without any they cost nothing."""
+    """Return alpha and beta of the link, fitted to the calls of the step; both 0 without calls."""
     samples = [
         Sample(LinkWork(call.messages, call.messages, call.nbytes, 0.0), call.alone)
         for call in record.calls
@@ -110,8 +108,8 @@ def _end(replayed: Replayed) -> float:
 
 
 def _most_urgent_first(job: StepLines, replayed: Replayed) -> None:
-    """Give each group's calls the order in which they are waited for, as far as they stand in its
-    queue together."""
+    """Order the calls that are in a group's queue together by the moments when they are waited
+    for."""
     needed, came = _moments(replayed)
     for group in dict.fromkeys(call.group for call in job.calls.values()):
         left = {
@@ -134,8 +132,8 @@ def _most_urgent_first(job: StepLines, replayed: Replayed) -> None:
 
 
 def _moments(replayed: Replayed) -> tuple[dict[str, float], dict[str, float]]:
-    """By the names of calls: when the first rank waits for it, and when all ranks have come to
-    it."""
+    """Return two dicts by the names of calls: when the first rank waits for the call, and when all
+    ranks have asked for it."""
     needed = dict[str, float]()
     came = dict[str, float]()
     for rank in range(len(replayed.role_of)):
@@ -154,8 +152,8 @@ def _moments(replayed: Replayed) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _reorder(job: StepLines, order: list[int]) -> None:
-    """Let the calls of a group start in this order on all ranks: none before one that goes
-    first."""
+    """Start the calls of a group in this order on all ranks: none before an earlier call of the
+    order."""
     turn: Mapping[int, int] = {number: place for place, number in enumerate(order)}
     for line in job.lines:
         starts = line.starts()

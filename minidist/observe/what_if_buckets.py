@@ -1,8 +1,8 @@
-"""Chapter 23 · A recorded step with other buckets, or with the same in another order.
+"""Chapter 23 · A recorded step with other buckets, or with the same buckets in another order.
 
-Between two buckets that were recorded, gradients become final evenly, byte by byte, as backward
-goes on; weights are needed evenly as forward goes on. So a bucket of any size has a moment at which
-its last byte is final:
+Between two recorded buckets, gradients become final at a constant rate during backward; weights are
+needed at a constant rate during forward. So for a bucket of any size there is a moment at which its
+last byte is final:
 
     bytes sent    0 ......... bucket 0 ......... bucket 1 ......... bucket 2
     work          backward    start 0            start 1            start 2
@@ -23,8 +23,8 @@ WEIGHTS = "all_gather"
 def new_buckets(job: StepLines, bucket_bytes: int, message_seconds: float) -> None:
     """Cut gradients and gathered weights into other buckets.
 
-    Args:    bucket_bytes: of an array, the largest. message_seconds: what of a call's time is not
-             in its bytes, for each message.
+    Args:    bucket_bytes: largest bytes of a bucket's array. message_seconds: the part of a call's
+             time that does not depend on its bytes, per message.
     """
     for stream in (*(sums_of(job, verb) for verb in SUMS), weights_of(job)):
         if stream:
@@ -32,12 +32,12 @@ def new_buckets(job: StepLines, bucket_bytes: int, message_seconds: float) -> No
 
 
 def sums_of(job: StepLines, verb: str) -> list[int]:
-    """Calls that sum buckets of gradients, in their order."""
+    """Return the calls that sum buckets of gradients, in order."""
     return [number for number in job.in_background(verb) if "bucket" in job.calls[number].name]
 
 
 def weights_of(job: StepLines) -> list[int]:
-    """Calls that gather buckets of weights for this step's forward, in their order."""
+    """Return the calls that gather buckets of weights for this step's forward, in order."""
     waited = {number for line in job.lines for number in line.awaits()}
     return [
         number
@@ -49,7 +49,7 @@ def weights_of(job: StepLines) -> list[int]:
 def _cut_again(
     job: StepLines, stream: Sequence[int], bucket_bytes: int, message_seconds: float
 ) -> None:
-    """Put calls of other buckets in the place of those of a stream."""
+    """Replace the calls of a stream by calls of other buckets."""
     first = job.calls[stream[0]]
     size = len(first.ranks)
     # bytes sent for each byte of the array
@@ -73,7 +73,7 @@ def _cut_again(
         starts = line.starts()
         awaits = line.awaits()
         end = line.begin_of("backward")
-        if first.verb == WEIGHTS:  # needed when the first of its bytes is
+        if first.verb == WEIGHTS:  # a bucket is needed when its first byte is needed
             begun = [starts[stream[0]]] * count
             needed = np.interp(
                 cuts[:-1],
@@ -103,7 +103,8 @@ def _chained(
     starts: dict[int, float],
     awaits: dict[int, float],
 ) -> list[float]:
-    """Where each bucket is waited for when the next sets out (ZeRO-2), so are the new ones."""
+    """Return where each new bucket is waited for: at the start of the next bucket, if the recorded
+    buckets were (ZeRO-2); else as given in `needed`."""
     if (
         len(stream) > 1
         and all(awaits[one] < awaits[stream[-1]] for one in stream[:-2])
@@ -132,7 +133,7 @@ def _put(
 
 
 def forward_order(job: StepLines) -> None:
-    """Let buckets of gradients travel in the order of forward: each waits for those before it in
+    """Send buckets of gradients in the order of forward: each waits for the buckets before it in
     the model."""
     for stream in (sums_of(job, verb) for verb in SUMS):
         order = list(reversed(stream))

@@ -1,28 +1,27 @@
-"""Chapter 23 · Why a rank stood still: each exposed millisecond of a recorded step, its call, line
-and cause.
+"""Chapter 23 · Causes of a rank's waits: each exposed millisecond of a recorded step, its call,
+line and cause.
 
 A rank waits for call c. Before c, a chain of calls may have held the link without a pause; the
-first of the chain began when the last rank had come to it:
+first call of the chain began when the last rank had asked for it:
 
     link     | d (first) .......... | e ............ | c .......... |
-             last rank comes to d                                   |
+             last rank asks for d                                   |
     rank     work .......................... | waits for c ........ | work
 
-Each cause has an amount, the seconds that it adds where it acts: what a transfer takes longer than
-expected, by how much later another rank asks, how long the call stands in the queue. They are asked
-in this order, and each gets what is left of the wait, but all waits together never get more than
-its amount. Without a cause the wait may be shorter by less than it gets: another one may take its
-place.
+Each cause has a cost in seconds: the extra time of a slow transfer, the delay of a late rank, the
+time of a call in the queue. Causes are charged in this order, each up to what is left of the wait,
+and over all waits of the rank never more than its cost. Without a cause, the wait may shrink by
+less than the charged seconds, because another cause may take its place.
 
-    no core           c had ended, and no core was free to go on with the program
-    slow transfer     a call of the chain took longer than calls of its bytes take
-    slower rank       the first call of the chain came late, because another rank asked for it late
-    order             a call went before c, and is waited for after c
-    link busy         other calls held the link when c was ready to go
-    no prefetch       c could have set out sooner: its weights were there
-    late bucket       c set out as soon as it could, too late to hide
-    needed at once    the program asked for c and stood still: nothing is computed meanwhile
-    no collective     a message, a disk or a copy was waited for
+    no core           c had ended, and no core was free to continue the program
+    slow transfer     a call of the chain took longer than calls of as many bytes
+    slower rank       the first call of the chain began late, because another rank asked for it late
+    order             a call went before c, but is waited for after c
+    link busy         other calls held the link when c was ready
+    no prefetch       c could have started sooner: its weights were ready
+    late bucket       c started as soon as possible, but too late to be hidden
+    needed at once    the program asked for c and waited for it: there was nothing to compute
+    no collective     the rank waited for a message, a disk or a copy
 
 notes: N2 §11.1
 """
@@ -51,18 +50,19 @@ CAUSES = (
 )
 SLOW = 1.25
 SLOW_SECONDS = 1e-3
-"""A transfer is slow from so many times its expected seconds on, and so many seconds more."""
+"""A transfer is slow if it takes SLOW times its expected seconds, and SLOW_SECONDS more than
+them."""
 
 
 @dataclass(frozen=True)
 class Exposed:
-    """Seconds in which a rank stood still, for one cause.
+    """Seconds of a rank's wait that have one cause.
 
-    Attributes: call    what is to blame: the late, slow or out-of-turn call; where: the line that
-                        asked for it
-                waited  the call that the rank stood still for, from `start` on (seconds from the
-                        step's begin)
-                by      the rank to blame, of "slower rank"
+    Attributes: call    the call that caused the wait: late, slow or out of turn; where: the line
+                        that asked for it
+                waited  the call that the rank waited for, from `start` on (seconds from the step's
+                        begin)
+                by      the late rank, for "slower rank"
     """
 
     rank: int
@@ -77,7 +77,7 @@ class Exposed:
 
 
 def exposed_of(record: StepRecord) -> list[Exposed]:
-    """Every exposed second of every rank, with its cause; a rank's add up to
+    """Return every exposed second of every rank, with its cause; the sum of a rank is
     `record.exposed(rank)`."""
     expected = expected_seconds(record.calls)
     return [
@@ -88,8 +88,8 @@ def exposed_of(record: StepRecord) -> list[Exposed]:
 
 
 def expected_seconds(calls: Sequence[StepCall]) -> dict[StepCall, float]:
-    """What a transfer of its bytes takes: the middle line through the calls of its verb in its
-    group (Theil-Sen)."""
+    """Return the expected seconds of each call by its bytes: a Theil-Sen line through the calls of
+    the same group, verb and axis."""
     kinds: dict[tuple[str, str, str], list[StepCall]] = defaultdict(list)
     for call in calls:
         kinds[call.group, call.verb, call.axis].append(call)
@@ -108,7 +108,7 @@ def expected_seconds(calls: Sequence[StepCall]) -> dict[StepCall, float]:
 
 
 class _RankCauses:
-    """The causes of a rank's waits, and how many seconds each may still account for."""
+    """The causes of a rank's waits, and the seconds that each may still be charged with."""
 
     def __init__(self, record: StepRecord, rank: int, expected: dict[StepCall, float]) -> None:
         self.record = record
@@ -125,7 +125,7 @@ class _RankCauses:
         self._needed = {wait.call: wait.start for wait in reversed(self.waits)}
 
     def rows(self) -> list[Exposed]:
-        """Of all waits, in order."""
+        """Return the rows of all waits, in order."""
         return [
             row
             for wait in self.waits
@@ -148,12 +148,12 @@ class _RankCauses:
         ]
 
     def _of(self, wait: StepWait, call: StepCall) -> list[Exposed]:
-        """Of the wait for a call."""
+        """Return the rows of the wait for a call."""
         rows = list[Exposed]()
         left = wait.stop - wait.start
 
         def blame(one: StepCall, cause: str, most: float) -> float:
-            """Let a cause account for what is left, at most so much. Returns: the seconds."""
+            """Charge a cause with the rest of the wait, at most `most`. Returns: the seconds."""
             nonlocal left
             if (seconds := min(left, most)) <= 0:
                 return 0.0
@@ -188,28 +188,28 @@ class _RankCauses:
         return rows
 
     def _queue(self, call: StepCall) -> float:
-        """Seconds that a call stood in the queue of its link, without those that others are blamed
-        for."""
+        """Return the seconds of a call in the queue of its link, without the seconds already
+        charged to other causes."""
         return (
             call.begin - call.came - self._since(call.came, "slow transfer", "order", "link busy")
         )
 
     def _since(self, moment: float, *causes: str) -> float:
-        """Seconds that these causes account for in waits since a moment: without them all after it
-        were so much sooner."""
+        """Return the seconds charged to these causes in waits since a moment; without the causes,
+        all later events would be earlier by these seconds."""
         return sum(
             seconds for start, cause, seconds in self._blamed if start >= moment and cause in causes
         )
 
     def _chain(self, call: StepCall) -> list[StepCall]:
-        """The calls that held the link up to the end of `call`, without a pause."""
+        """Return the calls that held the link without a pause up to the end of `call`, with it."""
         chain = [call]
         while (before := self.record.before(chain[0])) is not None:
             chain.insert(0, before)
         return chain
 
     def _unavoidable(self, call: StepCall) -> str:
-        """Why a call that nothing held up was not done in time."""
+        """Return the cause of a late call that no other call delayed."""
         mine = call.ranks[self.rank]
         if mine.blocking or call.axis == "control":
             return "needed at once"
@@ -220,8 +220,8 @@ class _RankCauses:
         )
 
     def _could_leave(self, asked: float) -> bool:
-        """Whether weights asked for at this moment were there before: the rank has computed since
-        its update."""
+        """Return whether the weights of a gather asked for at this moment were ready earlier: the
+        rank has computed since its last update."""
         since = [
             (name, max(start, self.record.windows[self.rank][0]), min(stop, asked))
             for name, start, stop in self.record.work[self.rank]
@@ -235,8 +235,8 @@ class _RankCauses:
 
 
 def typical_step(timelines: Sequence[Timeline]) -> int:
-    """The step of the middle length among those that all ranks have recorded whole, but for the
-    first.
+    """Return the step of median length among the steps that all ranks have recorded whole, without
+    the first.
 
     Raises:  ConfigError if there is none.
     """
@@ -261,13 +261,12 @@ def typical_step(timelines: Sequence[Timeline]) -> int:
 
 
 def why(record: StepRecord) -> dict[str, Any]:
-    """The report, as metrics.json has it: seconds of the step, its bound, where ranks stood still,
+    """Return the report for metrics.json: seconds of the step, its lower bound, waits of the ranks,
     the critical path.
 
-    Returns: {"seconds", "bound", "replayed", "computing", "exposed": one a rank, "causes", "rows",
-    "path", and for
-             the picture "work": one list a rank, "calls"}. All times are seconds, moments from the
-             step's begin.
+    Returns: {"seconds", "bound", "replayed", "computing", "exposed": one per rank, "causes",
+             "rows", "path", and for the picture "work": one list per rank, "calls"}. All times are
+             in seconds; moments count from the step's begin.
     """
     rows = exposed_of(record)
     replayed = record.replay()

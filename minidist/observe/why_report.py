@@ -1,4 +1,4 @@
-"""Chapter 23 · The report of why.py in the terminal, and as a picture: the critical path in
+"""Chapter 23 · The report of why.py in the terminal, and as a picture with the critical path in
 colour."""
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Report = dict[str, Any]
 
 ROWS = 12
-"""The most rows of the table; the others are added up in one."""
+"""Largest number of rows of the table; one more row has the sum of the others."""
 
 COLOURS = {
     "forward": "#7fb0de",
@@ -33,12 +33,13 @@ PALE = 0.28
 
 
 def place(where: str) -> str:
-    """The line of a call, short: from the package on, of other files their name."""
+    """Return the line of a call in short form: from "minidist/" on, or the name of another file."""
     return where[where.rfind("minidist/") :] if "minidist/" in where else where.rpartition("/")[2]
 
 
 def headline(report: Report) -> str:
-    """The step, its bound, and what its ranks did, in one line."""
+    """Return one line: seconds of the step, its lower bound, and the ranks' computing and
+    waiting."""
     ranks = len(report["exposed"])
     computing, exposed = (1e3 * sum(report[kind]) / ranks for kind in ("computing", "exposed"))
     return (
@@ -49,7 +50,8 @@ def headline(report: Report) -> str:
 
 
 def why_table(report: Report, title: str = "where ranks stood still") -> Table:
-    """A row for each rank, call and cause, the longest first, and the sum over all ranks."""
+    """Return a table with a row per rank, call and cause, the longest first, and the sum over all
+    ranks."""
     sums: dict[tuple[Any, ...], float] = defaultdict(float)
     for row in report["rows"]:
         cause = row["cause"] if row["by"] is None else f"{row['cause']} ({row['by']})"
@@ -82,7 +84,7 @@ def why_table(report: Report, title: str = "where ranks stood still") -> Table:
 
 
 def causes_line(report: Report) -> str:
-    """All ranks' milliseconds by cause, in one line."""
+    """Return one line: the milliseconds of all ranks by cause."""
     return "by cause, all ranks: " + ", ".join(
         f"{cause} {1e3 * seconds:.1f} ms"
         for cause, seconds in sorted(report["causes"].items(), key=lambda it: -it[1])
@@ -90,8 +92,7 @@ def causes_line(report: Report) -> str:
 
 
 def foresight_line(found: dict[str, Any]) -> str:
-    """What the step before tells of this one, and what knowing all of it would save, in one
-    line."""
+    """Return one line: how many calls the previous step predicts, and the gain of knowing all."""
     known = (
         "no step before it was recorded"
         if found["known"] is None
@@ -105,8 +106,8 @@ def foresight_line(found: dict[str, Any]) -> str:
 
 
 def draw_why(path: str | Path, report: Report, title: str = "") -> None:
-    """Write the step as a picture: a row a rank, a row of calls; what is not on the critical path
-    is pale.
+    """Write the step as a picture: one row per rank, and one row of calls; parts that are not on
+    the critical path are pale.
 
     Raises:  OSError if `path` cannot be written.
     """
@@ -114,7 +115,7 @@ def draw_why(path: str | Path, report: Report, title: str = "") -> None:
 
 
 def draw_paths(path: str | Path, reports: dict[str, Report]) -> None:
-    """As draw_why, of several steps below each other, by their titles, on one scale."""
+    """Write a picture of several steps below each other, with their titles, on one time scale."""
     from matplotlib.figure import Figure
 
     heights = [1.2 + 0.5 * len(report["work"]) for report in reports.values()]
@@ -184,7 +185,7 @@ def _colour(name: str) -> str:
 
 
 def _standing(rows: Sequence[dict[str, Any]]) -> list[tuple[int, float, float]]:
-    """(rank, start, stop) of each wait, whose rows of several causes begin at the same moment."""
+    """Return (rank, start, stop) of each wait; the rows of its causes begin at the same moment."""
     sums: dict[tuple[int, float], float] = defaultdict(float)
     for row in rows:
         sums[row["rank"], row["start"]] += row["seconds"]
@@ -192,7 +193,7 @@ def _standing(rows: Sequence[dict[str, Any]]) -> list[tuple[int, float, float]]:
 
 
 def legend(figure: Any) -> None:
-    """Explain the colours, below the figure."""
+    """Add a legend of the colours below the figure."""
     from matplotlib.patches import Patch
 
     names = {

@@ -1,4 +1,4 @@
-"""Chapter 24: which plan fits a model on a cluster best, and why.
+"""Chapter 24: the best plan for a model on a cluster, with the reasons.
 
-`python -c "help('minidist.plan.ranking')"` says how; `minidist plan` is the command.
+`python -c "help('minidist.plan.ranking')"` shows its use; `minidist plan` is the command.
 """

@@ -1,7 +1,7 @@
-"""Chapter 24 · Columns of seconds: what calls and kernels take in each candidate's cells, where its
-groups lie.
+"""Chapter 24 · Columns of seconds of calls and kernels, for each candidate's cell and the places of
+its groups.
 
-Many candidates share a cell and a layout, so each pair of the two is asked for once.
+Many candidates share a cell and a layout, so each pair of cell and layout is computed once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
 class CallColumns:
-    """For a set of candidates."""
+    """The columns of seconds of a set of candidates."""
 
     def __init__(
         self, found: Candidates, cells: Cells, layouts: Layouts, config: GPTConfig
@@ -41,7 +41,8 @@ class CallColumns:
         ], where.reshape(-1)
 
     def inner(self) -> dict[str, np.ndarray]:
-        """Seconds of a layer and of the ends: kernels, and what stands still for tp, cp and ep."""
+        """Return the seconds of a layer and of the ends (embedding, output, loss): kernels, and
+        waits for tp, cp and ep."""
         groups, layout = self._groups()
         known: dict[Groups, int] = {}
         inside = [
@@ -73,10 +74,10 @@ class CallColumns:
         return found
 
     def data(self) -> dict[str, np.ndarray]:
-        """Seconds of the data axis's calls of a layer and of the ends.
+        """Return the seconds of the data axis's calls of a layer and of the ends.
 
-        Reductions; gathers (ZeRO-3: of one pass); sums of the copies of the state (hybrid
-        sharding).
+        These are reductions, gathers (ZeRO-3: of one pass), and sums over the copies of the state
+        (hybrid sharding).
         """
         groups, layout = self._groups()
         known: dict[Groups, int] = {}
@@ -110,13 +111,13 @@ class CallColumns:
             yield f"{part}copies", copies
 
     def _price_of(self, call: GroupCall, groups: Groups, size: int) -> float:
-        """A call of two ranks, as so many would do it: a gathered block is a smaller part of the
-        whole."""
+        """Return the seconds that a recorded call of two ranks takes among `size` ranks; the block
+        of an all-gather becomes a smaller part of the whole."""
         nbytes = -(-2 * call.nbytes // size) if call.verb == "all_gather" else call.nbytes
         return self.layouts.price(groups, call.verb, call.algorithm, nbytes, ())
 
     def hop(self) -> np.ndarray:
-        """Seconds of a message between stages."""
+        """Return the seconds of a message between stages."""
         groups, layout = self._groups()
         carried = np.where(
             self.found.column("sequence") == 1, self.found.column("tp"), 1

@@ -1,19 +1,20 @@
 """Chapter 24 · Candidates: every plan that could run a model on a cluster, as columns of numbers.
 
     found = candidates(config, cluster, batch=1536)
-    len(found), found.plan(0), found.order(0)           # a row is a plan, and an order of its axes
-                                                        on the cluster
+    len(found), found.plan(0), found.order(0)       # a row: a plan, and the order of its axes
 
-Enumerated are  dp × pp × ep × cp × tp  whose product is the cluster's devices, the ZeRO stage,
-                                        sequences a microbatch,
-the pipeline's schedule, what is computed again, offload of the optimizer or of all, which axis lies
-inside nodes, and for ZeRO-3 a copy of the state in each node (hybrid sharding). Left out from the
-beginning: what Plan refuses (plan_checks.py), and divisions that leave ranks unequal parts, because
-such a plan is seldom the best one. Not
-enumerated: parameter servers, pipedream (another training), dualpipe-v (the time of zb-v with more
-memory), zb-v with recomputation (a deferred backward keeps what was computed again), other hybrid
-sharding or any with offload, compressed gradients, tensor parallelism wider than a node,
-recomputation of scores alone, context parallelism with under LEAST_TOKENS a rank.
+Enumerated: sizes dp × pp × ep × cp × tp whose product is the number of devices, the ZeRO stage, the
+sequences per microbatch, the pipeline's schedule, recomputation, offload of the optimizer or of
+all, the axis that lies inside nodes, and for ZeRO-3 a copy of the state in each node (hybrid
+sharding).
+
+Left out from the start: plans that Plan refuses (plan_checks.py), and divisions that give ranks
+unequal parts, because such a plan is seldom the best.
+
+Not enumerated: parameter servers, pipedream (another training), dualpipe-v (the time of zb-v with
+more memory), zb-v with recomputation (a deferred backward keeps the recomputed activations), other
+hybrid sharding or any with offload, compressed gradients, tensor parallelism wider than a node,
+recomputation of only the scores, context parallelism with fewer than LEAST_TOKENS per rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,8 @@ from minidist.simulate.cluster import Cluster
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
 RECOMPUTED = ("none", "all")
 OFFLOADS = ("none", "optimizer", "all")
-ROWS = (1, 2, 4, 8)  # sequences of a microbatch: beyond, products hardly become faster
-# of a rank of an axis cp: with fewer, keys go round longer than attention takes
+ROWS = (1, 2, 4, 8)  # sequences of a microbatch: with more, products hardly become faster
+# tokens per rank of an axis cp: with fewer, sending the keys takes longer than attention
 LEAST_TOKENS = 2048
 COLUMNS = (
     *AXES,
@@ -48,13 +49,14 @@ COLUMNS = (
     "order",
     "shard",
 )
-"""`rows`: sequences of a microbatch; `pieces`: microbatches of a data rank; `order`: a number of
-`orders`; `shard`: ranks that share a copy of the state, 0: all."""
+"""`rows`: sequences of a microbatch; `pieces`: microbatches of a data rank; `order`: an index in
+`orders`; `shard`: number of ranks that share a copy of the state, 0: all."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Plans as columns. Attributes: table (plans, columns), orders: of axes, the innermost last."""
+    """Plans as columns of numbers. Attributes: table: (plans, columns); orders: orders of the axes,
+    the innermost last."""
 
     table: np.ndarray
     orders: tuple[tuple[str, ...], ...]
@@ -64,19 +66,19 @@ class Candidates:
         return len(self.table)
 
     def column(self, name: str) -> np.ndarray:
-        """Of all plans."""
+        """Return a column of all plans."""
         return self.table[:, COLUMNS.index(name)]
 
     def rows(self, *names: str) -> np.ndarray:
-        """Some columns of all plans, side by side."""
+        """Return several columns of all plans: (plans, names)."""
         return self.table[:, [COLUMNS.index(name) for name in names]]
 
     def only(self, kept: np.ndarray) -> "Candidates":
-        """Those that a mask, or a list of numbers, names."""
+        """Return the candidates selected by a mask or by row numbers."""
         return Candidates(self.table[kept], self.orders, self.precision)
 
     def plan(self, number: int) -> Plan:
-        """One of them, as Trainer takes it. Raises: PlanError if it is none after all."""
+        """Return a row as a Plan. Raises: PlanError if Plan refuses it."""
         row = dict(zip(COLUMNS, self.table[number].tolist(), strict=True))
         piped = row["pp"] > 1
         return Plan(
@@ -93,7 +95,7 @@ class Candidates:
         )
 
     def order(self, number: int) -> tuple[str, ...]:
-        """In which its axes lie on the cluster."""
+        """Return the order in which a plan's axes lie on the cluster, the innermost last."""
         return self.orders[self.table[number, COLUMNS.index("order")]]
 
 
@@ -106,11 +108,11 @@ def candidates(
     offload: bool = True,
     devices: int | None = None,
 ) -> Candidates:
-    """All of them.
+    """Return all candidates for a model on a cluster.
 
-    Args:    devices: how many of the cluster's are used (default: all); offload: whether plans may
-             offload.
-    Raises:  ConfigError if the batch divides in no way: the nearest that does.
+    Args:    devices: number of the cluster's devices to use (default: all); offload: whether plans
+             may offload.
+    Raises:  ConfigError if no plan divides the batch equally; it names a batch that works.
     """
     size = devices or cluster.size
     orders = _orders()
@@ -128,8 +130,8 @@ def candidates(
 
 
 def _orders() -> tuple[tuple[str, ...], ...]:
-    """The mesh's own order first; then pp outermost; then each axis innermost, the others as in the
-    mesh."""
+    """Return the orders of axes: the mesh's own order, then pp outermost, then each axis innermost
+    with the others as in the mesh."""
     return (
         AXES,
         ("pp", *(axis for axis in AXES if axis != "pp")),
@@ -138,7 +140,7 @@ def _orders() -> tuple[tuple[str, ...], ...]:
 
 
 def _axes(config: GPTConfig, size: int, per_node: int) -> Iterator[tuple[int, ...]]:
-    """Sizes along the axes, in the order of AXES."""
+    """Yield the possible sizes of the axes, in the order of AXES."""
     experts = config.mixture.experts if config.mixture else 1
     most_tp = min(narrowest(config)[1], per_node if per_node > 1 else size)
     for tp in divisors(size):
@@ -163,7 +165,7 @@ def _rows(
     orders: Sequence[tuple[str, ...]],
     offload: bool,
 ) -> Iterator[tuple[int, ...]]:
-    """All plans with these axes."""
+    """Yield all plans with these sizes of the axes."""
     dp, pp, ep, cp, tp = axes
     if batch % (dp * ep):
         return
@@ -212,8 +214,8 @@ def _rows(
 
 
 def _in_node(copies: int, tp: int, cluster: Cluster) -> int:
-    """How many ranks of the data axes a node has, if that makes several copies of the state; else
-    0."""
+    """Return the number of data ranks in a node, if one copy of the state per node is possible;
+    else 0."""
     inside = cluster.per_node // tp
     return inside if cluster.nodes > 1 and 1 < inside < copies and copies % inside == 0 else 0
 
@@ -221,7 +223,8 @@ def _in_node(copies: int, tp: int, cluster: Cluster) -> int:
 def _distinct(
     axes: tuple[int, ...], cluster: Cluster, orders: Sequence[tuple[str, ...]]
 ) -> list[int]:
-    """Orders that differ: axes of one rank do not count, and inside one node no order does."""
+    """Return the numbers of the orders that differ: axes of one rank do not count, and within one
+    node all orders are equal."""
     sizes = dict(zip(AXES, axes, strict=True))
     found: dict[tuple[str, ...], int] = {}
     for number, order in enumerate(orders):

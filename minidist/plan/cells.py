@@ -1,14 +1,14 @@
-"""Chapter 24 · Cells: what one layer takes of a rank, in time and memory, by the very modules that
+"""Chapter 24 · Cells: time and memory of one layer on one rank, recorded from the modules that
 train.
 
-All layers of a GPT are alike. So one rank is run with one layer and with two, on arrays without
-data (simulate/one_rank.py): the difference is a layer, what is left is embedding, output and loss.
-A cell depends on how the layer is cut (tp, cp, ep, sequence parallel) and on the sequences of a
-microbatch, on nothing else: a hundred thousand plans share some two hundred cells.
+All layers of a GPT are equal. So one rank runs with one layer and with two layers, on arrays
+without data (simulate/one_rank.py): the difference is a layer; the rest is embedding, output and
+loss (the ends). A cell depends only on how the layer is cut (tp, cp, ep, sequence parallel) and on
+the sequences of a microbatch: a hundred thousand plans share about two hundred cells.
 
     cell = Cells(config, cluster, rates).cell(Cut(tp=8, cp=1, ep=1, sequence=1, rows=1))
     cell.layer_held                                 # bytes that a layer keeps for its backward
-    layer, ends = cell.seconds(price)               # with what its calls take where the groups lie
+    layer, ends = cell.seconds(price)               # price(call): seconds of a call on the cluster
 """
 
 from collections import Counter
@@ -27,14 +27,14 @@ from minidist.simulate.rates import Rates
 from minidist.simulate.trace import RankTrace
 
 INNER = ("tp", "cp", "ep")
-"""Axes whose calls stand inside a layer; those of the others follow from its bytes
-(estimate.py)."""
+"""Axes with calls inside a layer; the calls of other axes follow from its bytes (estimate.py)."""
 PHASES = ("forward", "backward")
 NARROW = GPTConfig(vocabulary=512, context=64, layers=2, width=512, heads=8)
 
 
 class Cut(NamedTuple):
-    """How a layer is cut."""
+    """The division of a layer: sizes of axes, whether sequence parallel, sequences per
+    microbatch."""
 
     tp: int
     cp: int
@@ -44,8 +44,7 @@ class Cut(NamedTuple):
 
 
 class PhaseSeconds(NamedTuple):
-    """Of forward or backward: of the rank's own kernels, and in which it stands still for an
-    axis."""
+    """Seconds of forward or backward: of the rank's own kernels, and of its waits by axis."""
 
     compute: float
     waits: dict[str, float]
@@ -57,12 +56,12 @@ Price = Callable[[GroupCall], float]
 
 @dataclass(frozen=True)
 class Cell:
-    """One microbatch on one rank. Attributes, bytes and numbers of one and of two layers:
+    """A microbatch on one rank. Attributes, each a pair for models of one and of two layers:
 
-    traces      of a first step
-    numbers     of weights
-    held, kept  bytes of activations at their most, with what works on them; kept: if a layer is
-                computed again
+    traces      of the first step
+    numbers     number of weights
+    held        largest bytes of activations and workspace
+    kept        the same if layers are recomputed
     """
 
     traces: tuple[RankTrace, RankTrace]
@@ -73,12 +72,12 @@ class Cell:
 
     @property
     def layer_numbers(self) -> int:
-        """Weights of a layer."""
+        """Number of weights of a layer."""
         return self.numbers[1] - self.numbers[0]
 
     @property
     def ends_numbers(self) -> int:
-        """Weights of the embedding and the output."""
+        """Number of weights of the embedding and the output."""
         return self.numbers[0] - self.layer_numbers
 
     @property
@@ -88,30 +87,30 @@ class Cell:
 
     @property
     def ends_held(self) -> int:
-        """Bytes at the peak beside the layers' own: the loss, and the insides of a layer computed
-        again."""
+        """Bytes at the peak in addition to layer_held of the layers: the loss."""
         return self.held[0] - self.layer_held
 
     @property
     def layer_kept(self) -> int:
-        """Bytes that a layer keeps if backward computes it again."""
+        """Bytes that a layer keeps if backward recomputes it."""
         return self.kept[1] - self.kept[0]
 
     @property
     def ends_kept(self) -> int:
-        """Bytes at the peak beside these: the loss, or a layer that is computed again, with its
-        gradients."""
+        """Bytes at the peak in addition to layer_kept of the layers: the loss, or a recomputed
+        layer with its gradients."""
         return self.kept[0] - self.layer_kept
 
     @cached_property
     def _busy(self) -> list[list[float]]:
-        """Seconds of each segment of both traces: wherever the groups lie, kernels take as long."""
+        """Seconds of each segment of both traces; they do not depend on the places of the
+        groups."""
         return [
             [self.rates.segment(segment) for segment in trace.segments] for trace in self.traces
         ]
 
     def seconds(self, price: Price) -> tuple[dict[str, PhaseSeconds], dict[str, PhaseSeconds]]:
-        """Forward and backward of a layer, and of the ends."""
+        """Return the seconds of forward and backward: of a layer, and of the ends."""
         one, two = (
             walk(trace, busy, price) for trace, busy in zip(self.traces, self._busy, strict=True)
         )
@@ -120,11 +119,11 @@ class Cell:
 
 
 class Late(NamedTuple):
-    """Bytes of activations of the last stage of zb-h1, which defers its backwards for the weights:
-    one number each for a layer, and for the ends.
+    """Bytes of activations on the last stage of zb-h1, which defers its weight backwards. Each
+    attribute: (of a layer, of the ends).
 
-    held: at their most with one microbatch deferred and one at work; more: each further one that is
-    deferred.
+    held: the peak with one microbatch deferred and one in work; more: for each further deferred
+    microbatch.
     """
 
     held: tuple[float, float]
@@ -135,14 +134,14 @@ class Late(NamedTuple):
 def _run_once(
     plan: Plan, config: GPTConfig, rank: int, rows: int, steps: int, kind: str, optimizer: str
 ) -> RankTrace:
-    """A rank's trace knows no cluster: other clusters and rates ask for the same one."""
+    """Return a rank's trace from the cache; it does not depend on cluster or rates."""
     return run_rank(
         plan, config, rank, rows=rows, steps=steps, device_kind=kind, optimizer=optimizer
     )
 
 
 class Cells:
-    """Cells of a model on a cluster's device, each made when it is first asked for."""
+    """The cells of a model on a cluster's device; each is made at its first use."""
 
     def __init__(
         self,
@@ -163,13 +162,14 @@ class Cells:
         self._calls: dict[tuple[int, int], tuple[Counter[GroupCall], Counter[GroupCall]]] = {}
 
     def cell(self, cut: Cut) -> Cell:
-        """The cell of a cut."""
+        """Return the cell of a cut."""
         if cut not in self._cells:
             self._cells[cut] = self._run(cut)
         return self._cells[cut]
 
     def data_calls(self, tp: int, zero: int) -> tuple[Counter[GroupCall], Counter[GroupCall]]:
-        """Calls along the data axis in a step of two ranks: of a layer, and of the ends."""
+        """Return the calls along the data axis in a step of two ranks: of a layer, and of the
+        ends."""
         if (tp, zero) not in self._calls:
             plan = Plan(dp=2, tp=tp, zero=zero, precision=self._precision)
             one, two = (
@@ -185,10 +185,11 @@ class Cells:
         return self._calls[tp, zero]
 
     def late(self, tp: int, sequence: int) -> Late:
-        """Of one sequence a microbatch. What else divides the tokens divides it, too.
+        """Return Late for one sequence per microbatch; other divisions of the tokens divide it,
+        too.
 
-        The last rank of three stages defers one microbatch more than that of two; computing again
-        changes nothing, because what is deferred keeps all that it computed again.
+        The last rank of three stages defers one microbatch more than the last of two. Recomputation
+        changes nothing, because a deferred backward keeps all recomputed activations.
         """
         if (tp, sequence) not in self._late:
             one, two = (
@@ -212,11 +213,11 @@ class Cells:
         return self._run_plan(plan, stages * layers, stages, rank=(stages - 1) * tp)
 
     def update_seconds(self, *, offload: str = "none") -> float:
-        """Of the optimizer, for one weight: an element-wise pass over what it keeps; with `offload`
-        on the host.
+        """Return the optimizer's seconds per weight: an element-wise pass over its state; with
+        `offload` on the host.
 
-        A host makes it block by block, and all blocks are alike: there a narrow model has the same
-        seconds a weight.
+        A host updates block by block, and all blocks are equal: there a narrow model has the same
+        seconds per weight.
         """
         plan = Plan(precision=self._precision, offload=offload)
         config = self.config if offload == "none" else NARROW
@@ -240,8 +241,8 @@ class Cells:
         )
 
     def _kept(self, cut: Cut) -> tuple[int, int]:
-        """As Cell.kept, of one sequence a microbatch: the same for each ep from 2 on, as a layer's
-        input is."""
+        """Return Cell.kept for one sequence per microbatch. It is equal for each ep >= 2, as the
+        layer's input is."""
         shared = cut._replace(ep=min(cut.ep, 2))
         if shared not in self._keeps:
             self._keeps[shared] = (
@@ -282,7 +283,7 @@ class Cells:
 
 
 def working(trace: RankTrace) -> int:
-    """Bytes of activations, and of arrays that work on them, at their most."""
+    """Return the largest bytes of activations and workspace, before the optimizer."""
     now = most = 0
     for event in trace.events:
         if isinstance(event, Memory) and event.category in ("activations", "workspace"):
@@ -294,17 +295,18 @@ def working(trace: RankTrace) -> int:
 
 
 def _beside_phases(trace: RankTrace) -> Iterator[Any]:
-    """Yield the work of the last step outside forward and backward: the places of its segments."""
+    """Yield the segments of the last step that are outside forward and backward."""
     for event in trace.events[trace.steps[1] :]:
         if isinstance(event, Busy) and event.name not in PHASES:
             yield event.work
 
 
 def walk(trace: RankTrace, seconds: Sequence[float], price: Price) -> dict[str, PhaseSeconds]:
-    """Forward and backward of a trace, its calls along INNER as they are awaited; a ring's messages
-    meet their like.
+    """Return the seconds of forward and backward of a trace, with its waits for calls along INNER.
 
-    Args:    seconds: of each of its segments.
+    All ranks of a ring do the same, so a message is assumed to find its peer ready.
+
+    Args:    seconds: of each segment of the trace.
     """
     clock = 0.0
     phase = PHASES[0]

@@ -4,23 +4,26 @@ chapters' formulas.
 A step of a rank of the slowest stage, with L layers, m microbatches, p stages (times of cells.py
 and layouts.py):
 
-    compute    m · (L · layer + ends)           its own kernels               recompute  m · L · a layer's forward
-    tp cp ep   m · L · what a layer stands still for the axis                 update     the optimizer's pass
-    bubble     chapter 11's, by schedule        pp    hops: 2 (p-1), and in 1F1B 2 (p-1)/p a
-                                                      microbatch
-    dp         what of gradients and weights does not hide behind compute:
-                 ZeRO-0, 1   all-reduce or reduce-scatter beside the last backward; in a pipeline
+    compute    m · (L · layer + ends)         the rank's own kernels
+    recompute  m · L · a layer's forward
+    tp cp ep   m · L · the wait of a layer for the axis
+    update     the optimizer's pass
+    bubble     chapter 11's, by schedule
+    pp         hops: 2 (p-1), and in 1F1B 2 (p-1)/p per microbatch
+    dp         the part of gradients and weights that is not hidden behind compute:
+                 ZeRO-0, 1   all-reduce or reduce-scatter during the last backward; in a pipeline
                              after it
-                 ZeRO-1, 2   the weights' all-gather beside the next step's first forward
-                 ZeRO-2, 3   a reduction a layer beside each backward; ZeRO-3: gathers beside both
-                             passes
+                 ZeRO-1, 2   all-gather of the weights during the next step's first forward
+                 ZeRO-2, 3   one reduction per layer during each backward; ZeRO-3: gathers during
+                             both passes
+    offload    the transfers to host or disk that are not hidden
 
-    memory     weights, gradients, optimizer: parallel/zero/memory_formula.py;  activations: those
-               that the schedule holds (chapter 11) · L · what a layer keeps (chapter 19: all, or
-               its input), and the loss
+    memory     weights, gradients, optimizer: parallel/zero/memory_formula.py;  activations:
+               microbatches that the schedule holds (chapter 11) · L · bytes that a layer keeps
+               (chapter 19: all, or its input), and the loss
 
-The replay (md.simulate) has no such formulas: it confirms the best plans, and a test holds the two
-together.
+The replay (md.simulate) does not use these formulas: it confirms the best plans, and a test
+compares the two.
 """
 
 from collections.abc import Mapping
@@ -40,14 +43,14 @@ from minidist.simulate.cluster import Cluster
 from minidist.simulate.rates import Rates
 
 TERMS = ("compute", "recompute", "update", "bubble", "tp", "cp", "ep", "pp", "dp", "offload")
-# of the device that an estimate may fill: it is up to 9 % too low, and the replay's is exact
+# share of the device's memory that an estimate may fill: it can be 9 % too low; the replay is exact
 MEMORY_SHARE = 0.95
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Of all candidates, a column each. Attributes: seconds: by TERMS; memory: bytes by category,
-    at most."""
+    """Estimates of all candidates, as columns. Attributes: seconds: by TERMS; memory: peak bytes by
+    category."""
 
     candidates: Candidates
     cluster: Cluster
@@ -56,7 +59,7 @@ class Estimates:
 
     @cached_property
     def step_seconds(self) -> np.ndarray:
-        """Of a step."""
+        """Seconds of a step."""
         return np.asarray(np.sum([self.seconds[term] for term in TERMS], axis=0))
 
     @cached_property
@@ -66,23 +69,23 @@ class Estimates:
 
     @property
     def fits(self) -> np.ndarray:
-        """Which plans fit into the device's memory."""
+        """A mask of the plans that fit into the device's memory."""
         return np.asarray(self.total <= MEMORY_SHARE * self.cluster.device.memory_bytes)
 
     @property
     def size(self) -> np.ndarray:
-        """Ranks."""
+        """Number of ranks."""
         return np.asarray(self.candidates.rows(*AXES).prod(axis=1))
 
     @cached_property
     def dollars(self) -> np.ndarray | None:
-        """Of a step; None where no price is known."""
+        """Dollars of a step; None if no price is known."""
         price = self.cluster.device.price_an_hour
         return None if price is None else self.size * self.step_seconds * price / 3600.0
 
     @cached_property
     def joules(self) -> np.ndarray | None:
-        """Of a step, as results.py counts them; None where no watts are known."""
+        """Joules of a step, counted as in results.py; None if no watts are known."""
         device = self.cluster.device
         if device.watts is None:
             return None
@@ -95,7 +98,7 @@ class Estimates:
 
 
 class Estimator:
-    """The fast path for one model on one cluster. Args: as plan_for's."""
+    """The fast path for one model on one cluster. Args: as in plan_for."""
 
     def __init__(
         self,
@@ -116,11 +119,11 @@ class Estimator:
 
     @cached_property
     def host_update_seconds(self) -> float:
-        """Of the optimizer on the host, for one weight."""
+        """Seconds per weight of the optimizer on the host."""
         return self.cells.update_seconds(offload="optimizer")
 
     def of(self, found: Candidates) -> Estimates:
-        """Memory and seconds of all candidates."""
+        """Return memory and seconds of all candidates."""
         if not len(found):
             none = np.zeros(0)
             return Estimates(found, self.cluster, dict.fromkeys(TERMS, none), {"parameters": none})
@@ -129,8 +132,8 @@ class Estimator:
         return Estimates(found, self.cluster, work.seconds(), memory)
 
     def may_fit(self, found: Candidates) -> np.ndarray:
-        """Which candidates have weights, gradients and optimizer that fit: asked before cells are
-        made."""
+        """Return a mask of the candidates whose weights, gradients and optimizer fit; used before
+        cells are made."""
         numbers = self.config.numbers / (found.column("pp") * found.column("tp"))
         experts = self.config.expert_numbers / (found.column("pp") * found.column("tp"))
         numbers = numbers - experts + experts / found.column("ep")
@@ -142,13 +145,13 @@ class Estimator:
 
 
 def _parts(found: Candidates) -> np.ndarray:
-    """Ranks that share a copy of the state."""
+    """Return the number of ranks that share a copy of the state."""
     shard = found.column("shard")
     return np.where(shard > 0, shard, found.rows("dp", "ep", "cp").prod(axis=1))
 
 
 def _state(numbers: np.ndarray, each: Each, found: Candidates) -> dict[str, np.ndarray]:
-    """Bytes that last, by category: memory_formula.state_bytes for columns."""
+    """Return the lasting bytes by category: memory_formula.state_bytes for columns."""
     parts = _parts(found)
     zero = found.column("zero")
     divided = {"parameters": zero >= 3, "gradients": zero >= 2, "optimizer": zero >= 1}
@@ -164,7 +167,7 @@ def _state(numbers: np.ndarray, each: Each, found: Candidates) -> dict[str, np.n
 
 
 class Columns:
-    """The columns of a set of candidates, and what they need of cells and layouts."""
+    """The columns of a set of candidates, with the values that they need of cells and layouts."""
 
     def __init__(self, found: Candidates, model: Estimator) -> None:
         self.found = found
@@ -175,9 +178,9 @@ class Columns:
         self.copies = found.rows("dp", "ep", "cp").prod(axis=1)
         schedule = found.column("schedule")
         self.v_shaped = (schedule == SCHEDULES.index("zb-v")) & (self.pp > 1)
-        # stages of a rank
+        # number of stages of a rank
         self.chunks = np.where((schedule == SCHEDULES.index("interleaved")) | self.v_shaped, 2, 1)
-        # of embedding and output, on a rank of one
+        # share of the ends (embedding, output) on a rank that has one of them
         self.end = np.where((self.pp == 1) | self.v_shaped, 1.0, 0.5)
         self.layers = np.ceil(model.config.layers / (self.pp * self.chunks)) * self.chunks
         self.again = found.column("recomputed") == 1
@@ -188,7 +191,7 @@ class Columns:
     # --------------------------------------------------------------------------------------- memory
 
     def _cells(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Weights and activations of a layer and of the ends, of each candidate's cell."""
+        """Return weights and activations of a layer and of the ends, by each candidate's cell."""
         cuts, where = np.unique(
             self.found.rows("tp", "cp", "ep", "sequence", "rows"), axis=0, return_inverse=True
         )
@@ -210,7 +213,8 @@ class Columns:
         )
 
     def _held_microbatches(self, *, last: bool) -> np.ndarray:
-        """Of the first stage or the last, at most, all its layers: the table of schedules.py."""
+        """Return the largest number of microbatches that the first or the last stage holds, by the
+        table of schedules.py."""
         pp = self.pp
         pieces = self.pieces
         each = {
@@ -225,7 +229,7 @@ class Columns:
         )
 
     def memory(self) -> dict[str, np.ndarray]:
-        """Bytes by category, of the first stage or of the last, whichever holds more."""
+        """Return bytes by category of the first or the last stage: the one that holds more."""
         first, last = (
             self._stage(self._held_microbatches(last=ends), ends=ends) for ends in (False, True)
         )
@@ -233,7 +237,8 @@ class Columns:
         return {name: np.where(more, first[name], last[name]) for name in first}
 
     def _stage(self, held: np.ndarray, *, ends: bool) -> dict[str, np.ndarray]:
-        """Of one stage; the embedding and the output are half of the ends' weights each."""
+        """Return the bytes of one stage; embedding and output each have half of the ends'
+        weights."""
         itemsize = ITEMSIZE[self.found.precision]
         share = np.where(self.pp == 1, 1.0, 1.0 if self.model.config.tied else self.end)
         found = _state(
@@ -244,9 +249,9 @@ class Columns:
         unit = self.per_layer["numbers"] * itemsize
         largest = np.maximum(unit, share * self.per_ends["numbers"] * itemsize / 2)
         found["parameters"] = found["parameters"] + np.where(self.zero == 3, unit + largest, 0.0)
-        # When most is kept, at the end of a forward pass, only the output's gradients are there. A
-        # layer that is computed again is whole later, beside the gradients of two units: one fills,
-        # one is on its way.
+        # At the peak, at the end of a forward pass, only the output's gradients exist. A recomputed
+        # layer is whole later, together with the gradients of two units: one is being filled, one
+        # is being sent.
         on_disk = self.found.column("offload") == 2
         first = share * self.per_ends["numbers"] * itemsize
         two = unit + largest
@@ -262,13 +267,13 @@ class Columns:
         output = np.where(self.again, np.maximum(output, self.per_ends["kept"]), output)
         working = np.where((self.pp == 1) | ends, output, again)
         activations = held * self.layers * kept + working
-        # and later
+        # the later peak with the gradients of two units
         activations = np.where(
             on_disk & ~self.again, np.maximum(activations, two - first), activations
         )
         if ends:
             activations = np.where(self.deferred & (self.pp > 1), self._late(held), activations)
-        # one microbatch on one copy: gradients come as activations go
+        # one microbatch on one copy: gradients are made while activations are freed
         found["activations"] = np.where(
             (self.pieces == 1) & (self.copies == 1),
             np.maximum(0.0, activations - found["gradients"]),
@@ -277,8 +282,8 @@ class Columns:
         return found
 
     def _late(self, held: np.ndarray) -> np.ndarray:
-        """Of the last stage: all its microbatches but one wait for their backward for the weights
-        (zb-h1)."""
+        """Return the activations of the last stage of zb-h1: all its microbatches except one wait
+        for their weight backward."""
         found = np.zeros(len(self.found))
         cuts = self.found.rows("tp", "sequence")
         sequences = self.found.column("rows") / self.found.column("cp")
@@ -292,7 +297,7 @@ class Columns:
     # ----------------------------------------------------------------------------------------- time
 
     def seconds(self) -> dict[str, np.ndarray]:
-        """By TERMS."""
+        """Return the seconds by TERMS."""
         inner = self.calls.inner()
         dp = self.calls.data()
         hop = self.calls.hop()
@@ -336,11 +341,11 @@ class Columns:
     def _behind(
         self, dp: Mapping[str, np.ndarray], forward: np.ndarray, backward: np.ndarray
     ) -> np.ndarray:
-        """What each microbatch adds for the data axis: ZeRO-2 reduces in each, ZeRO-3 gathers twice
-        and reduces.
+        """Return the exposed seconds of the data axis per microbatch: ZeRO-2 reduces, ZeRO-3
+        gathers twice and reduces.
 
-        ZeRO-3 cannot hide the first unit's gather and the last one's reduction; nor more than it
-        computes meanwhile.
+        ZeRO-3 cannot hide the gather of the first unit and the reduction of the last, nor more
+        seconds than it computes.
         """
         half = self.end
         ends = half * dp["ends reduce"]
@@ -355,8 +360,8 @@ class Columns:
         )
 
     def _bubble(self, middle: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """A step is the slowest stage's microbatches, which has the output too, and the others'
-        ramp."""
+        """Return the seconds of the bubble: the fill and drain of the other stages, added to the
+        microbatches of the slowest stage, which also has the output."""
         parts = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zb-h1": 1 / 3, "zb-v": 1 / 6}
         share = np.choose(
             self.found.column("schedule"),
@@ -367,9 +372,9 @@ class Columns:
     def _once(
         self, dp: Mapping[str, np.ndarray], backward: np.ndarray, forward: np.ndarray
     ) -> np.ndarray:
-        """What does not hide of the data axis's calls once a step: ZeRO-0 and 1 reduce, ZeRO-1 and
-        2 gather, and copies of the state are summed: the last layer's when nothing is left to
-        compute."""
+        """Return the exposed seconds of the data axis's calls once per step: ZeRO-0 and 1 reduce,
+        ZeRO-1 and 2 gather, and copies of the state are summed. The last call is never hidden,
+        because nothing is left to compute."""
         layers = self.layers
         piped = self.pp > 1
         half = self.end
@@ -389,12 +394,12 @@ class Columns:
         return np.where(self.copies > 1, once + late + copies, 0.0)
 
     def _offload(self, numbers: np.ndarray, forward: np.ndarray) -> np.ndarray:
-        """What `numbers` of a rank take to and from where they lie, beyond what hides behind the
-        seconds `forward`.
+        """Return the exposed seconds of moving `numbers` of a rank to and from host or disk;
+        `forward`: seconds of the passes that hide moves.
 
-        The optimizer on the host: gradients go down behind backward, weights up behind the host's
-        passes over its state. All on disk: reads and writes share few buffers, so that only forward
-        passes hide some; then the update reads run by run, and writes the last.
+        The optimizer on the host: gradients move to the host behind backward, weights move back
+        behind the host's passes over its state. All on disk: reads and writes share few buffers, so
+        only forward passes hide some; then the update reads run by run, and writes the last.
         """
         away = self.found.column("offload")
         itemsize = ITEMSIZE[self.found.precision]
@@ -411,8 +416,8 @@ class Columns:
         return found
 
     def _update_bytes(self) -> np.ndarray:
-        """Bytes a number that an update on disk waits for: gradients, masters and states, and the
-        last run's writes."""
+        """Return the bytes per number that an update on disk waits for: gradients, masters and
+        states, and the last run's writes."""
         itemsize = ITEMSIZE[self.found.precision]
         state = self.model.each.optimizer
         read = itemsize * (2 if self.found.precision == "fp32" else 1) + state

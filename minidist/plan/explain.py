@@ -1,10 +1,10 @@
-"""Chapter 24 · Why a plan wins, what binds it, and what more hardware would give.
+"""Chapter 24 · The reasons why a plan wins, its limit, and the gain from more hardware.
 
 told = explain(ranking)
-told.why            # which terms of the step win against the runner-up, seconds
-told.binds          # the largest term beside computing, or memory
-told.twice          # {"network": 0.93, "node links": …}: the best step with one thing doubled, over
-                    today's
+told.why            # seconds by which each term of the step is better than the runner-up's
+told.binds          # the limit: memory, computing, or the largest other term
+told.twice          # {"network": 0.93, "links in a node": …}: best step with one thing doubled,
+                    # divided by today's
 """
 
 from dataclasses import dataclass, replace
@@ -28,14 +28,17 @@ TITLES = {
     "dp": "gradients and weights on the data axis",
     "offload": "offload",
 }
-NEARLY = 0.93  # of the memory: a peak above this share binds
+NEARLY = 0.93  # computing is the limit above this share of the step without the longest other term
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Attributes: why: (term, seconds that the winner saves; negative: spends), the largest first
-    binds: what limits the plan; twice: the best step with something doubled, over the best step
-    more: with one more node: the batch, a sequence's seconds over today's, and what is ideal
+    """The reasons for the best plan of a ranking.
+
+    Attributes: why: (term, seconds that the winner saves; negative: spends more), the largest
+                first. binds: the limit of the plan. twice: best step with something doubled / best
+                step. more: with one more node: the batch, seconds per sequence / today's, the ideal
+                ratio.
     """
 
     winner: Choice
@@ -47,7 +50,10 @@ class Explanation:
 
 
 def explain(ranking: Ranking) -> Explanation:
-    """Compare, and rank again on each cluster with something more. Cost: that of six rankings."""
+    """Return an explanation: compare the best two plans, and rank again on larger clusters.
+
+    Cost:    that of up to six rankings.
+    """
     winner = ranking.best
     other = ranking.runner_up
     why = (
@@ -67,7 +73,8 @@ def explain(ranking: Ranking) -> Explanation:
 
 
 def binding(ranking: Ranking, choice: Choice) -> str:
-    """What limits the plan: memory if what would be faster does not fit, or the largest term."""
+    """Return the limit of a plan: memory if faster plans do not fit, else computing or the largest
+    other term."""
     estimates = ranking.estimates
     faster = (~estimates.fits & (estimates.step_seconds < choice.step_seconds)).sum()
     longest = max(
@@ -96,7 +103,7 @@ def _best(ranking: Ranking, cluster: Cluster) -> float:
 
 
 def _doubled(cluster: Cluster) -> dict[str, Cluster]:
-    """The cluster with one thing twice as much."""
+    """Return clusters with one thing doubled: {its name: cluster}."""
     device = cluster.device
     topology = cluster.topology
     found = {
@@ -121,8 +128,8 @@ def _faster(device: Device) -> Device:
 
 
 def _one_more(ranking: Ranking, bigger: Cluster, today: float) -> dict[str, float]:
-    """A sequence's seconds with one more node, over today's: with this batch, or the next that
-    divides among all."""
+    """Return seconds per sequence with one more node / today's, with this batch or the next that
+    divides among all devices."""
     found = {}
     for batch in {ranking.batch, _next_batch(ranking.batch, bigger.size)}:
         try:
@@ -150,8 +157,8 @@ def _next_batch(batch: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class Advice:
-    """What the notes say for this case. Attributes: chart: boxes passed (N2:35); row: of the table
-    (N2 §12.1); differs: where the calculation says something else, and why.
+    """The notes' advice for this case. Attributes: chart: boxes of the chart that apply (N2:35);
+    row: of the table (N2 §12.1); differs: where the calculation differs, and why.
     """
 
     chart: list[str]
@@ -165,13 +172,13 @@ TABLE = (
     (1e12, "100B-1T", "3D parallelism with experts, a large cluster"),
     (float("inf"), "> 1T", "heterogeneous memory and automatic parallelism, a supercomputer"),
 )
-"""The table by model size: up to how many weights, its row, its advice."""
-LONG_SEQUENCE = 16384  # tokens from which a sequence counts as too long; the notes give no number
+"""The table by model size: (number of weights up to which the row applies, row, advice)."""
+LONG_SEQUENCE = 16384  # a sequence of as many tokens counts as too long; the notes give no number
 
 
 def advice(ranking: Ranking) -> Advice:
-    """The path through the chart of bottlenecks, and the row of the table; beside them the
-    winner."""
+    """Return the notes' advice by their chart of bottlenecks and their table, and how the winner
+    differs."""
     config = ranking.config
     plan = ranking.best.plan
     cluster = ranking.cluster
@@ -193,8 +200,8 @@ def advice(ranking: Ranking) -> Advice:
 
 
 def chart_path(config: GPTConfig, cluster: Cluster) -> list[str]:
-    """The boxes of the notes' chart that apply: its questions have no numbers, so each gets the
-    device's memory."""
+    """Return the boxes of the notes' chart that apply. The chart's questions have no numbers, so
+    they are compared with the device's memory."""
     memory = cluster.device.memory_bytes
     state = 16 * config.numbers
     layer = state / config.layers

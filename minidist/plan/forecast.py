@@ -1,14 +1,13 @@
-"""Chapter 24 · What a number of tokens takes: days, joules, money; own machines, cloud, and spot
-with interruptions.
+"""Chapter 24 · Days, joules and money for a number of tokens; on own machines, in the cloud, and on
+spot machines with interruptions.
 
     found = forecast(choice, ranking, tokens=300e9, interruptions_a_day=6)
     found.days, found.own.dollars, found.cloud.dollars, found.spot.dollars, found.spot.days
-    found.premises                      # every number that this rests on, with its source, or as an
-                                        assumption
+    found.premises                      # every number that it uses, with its source or "assumed"
 
 A spot machine costs a part of the price and may be taken away. The job saves every √(2 δ M) seconds
-(survive/interval.py): a save of δ seconds, an interruption every M on average; goodput is what is
-left of the time.
+(survive/interval.py): a save takes δ seconds, and the mean time between interruptions is M; goodput
+is the share of the time that is left for work.
 
 notes: N2 §12.4.
 """
@@ -24,13 +23,13 @@ from minidist.survive.interval import best_interval, goodput
 DAY = 86400.0
 HOUR = 3600.0
 KWH = 3.6e6
-SAVED_BYTES = 12  # a weight in a checkpoint: master, m and v in float32 (lesson 26)
+SAVED_BYTES = 12  # per weight in a checkpoint: master, m and v in float32 (lesson 26)
 ASSUMED = "assumed"
-SPOT_INTERRUPTIONS = 4.0  # a day, of a job on spot machines: assumed
+SPOT_INTERRUPTIONS = 4.0  # per day, for a job on spot machines: assumed
 
 
 class Premise(NamedTuple):
-    """A number that a forecast rests on. Attributes: source: where it is from, or ASSUMED."""
+    """A number that a forecast uses. Attributes: source: its source, or ASSUMED."""
 
     name: str
     value: float
@@ -40,18 +39,17 @@ class Premise(NamedTuple):
 
 @dataclass(frozen=True)
 class Prices:
-    """What machines cost, and how they fail. Each default has a source, or is an assumption that
-    the report names.
+    """Prices and failure rates of machines. Each default has a source, or is an assumption that the
+    report names.
 
-    Attributes: spot       part of the cloud's price
-                own        part of the cloud's price for a machine of one's own, written off at full
-                           use
-                kwh        dollars a kilowatt-hour, of own machines
-                save       seconds in which training stands still for a checkpoint; None: the
-                           state's bytes, of which each node writes its part to a disk of its own
-                           (tier.disk of clusters.toml)
-                restart    seconds from an interruption until work goes on
-                failures   interruptions a day of a thousand devices that are not spot
+    Attributes: spot       price of a spot machine / the cloud's price
+                own        price of an own machine at full use / the cloud's price
+                kwh        dollars per kilowatt-hour, for own machines
+                save       seconds for which a checkpoint stops training; None: computed from the
+                           state's bytes, where each node writes its part to its own disk (tier.disk
+                           of clusters.toml)
+                restart    seconds from an interruption until work continues
+                failures   interruptions per day of a thousand devices that are not spot machines
     """
 
     spot: float = 0.4
@@ -63,8 +61,8 @@ class Prices:
 
     @classmethod
     def given(cls, words: list[str]) -> "Prices":
-        """From ["spot=0.3", "restart=600"]. Raises: ConfigError for another name, or a number that
-        is not above 0."""
+        """Return prices from ["spot=0.3", "restart=600"]. Raises: ConfigError for another name, or
+        a number that is not above 0."""
         known = [field.name for field in fields(cls)]
         found = {}
         for word in words:
@@ -98,17 +96,17 @@ SOURCES = {
     "kwh": "EIA, Electric Power Annual 2023: commercial customers in Virginia",
     "failures": "Llama team 2024, section 3.3.4: 419 in 54 days on 16,384 GPUs",
 }
-"""Where the defaults are from. A default that is not here is assumed."""
+"""Sources of the defaults. A default without a source is assumed."""
 SAVE_SOURCE = (
     "12 bytes a weight, written by all nodes at the bandwidth of clusters.toml's tier.disk"
 )
-SAVE_WITHOUT_DISK = 30.0  # of a cluster without a stated disk (`here`): assumed
+SAVE_WITHOUT_DISK = 30.0  # seconds, for a cluster without a stated disk (`here`): assumed
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One way to get the machines. Attributes: interval: seconds between checkpoints; goodput: part
-    of the time that is kept work; dollars: None where no source states the price.
+    """A way to get the machines. Attributes: interval: seconds between checkpoints; goodput:
+    share of the time that is kept work; dollars: None if no source states the price.
     """
 
     name: str
@@ -120,7 +118,10 @@ class Offer:
 
 @dataclass(frozen=True)
 class TokenForecast:
-    """Attributes: days: without interruptions; joules: None where no source states the watts."""
+    """Time, energy and cost of a training run.
+
+    Attributes: days: without interruptions; joules: None if no source states the watts.
+    """
 
     tokens: float
     steps: float
@@ -132,7 +133,7 @@ class TokenForecast:
     premises: tuple[Premise, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """All figures."""
+        """Return all figures as JSON values."""
         return {**asdict(self), "premises": [premise._asdict() for premise in self.premises]}
 
 
@@ -144,7 +145,9 @@ def forecast(
     interruptions_a_day: float = SPOT_INTERRUPTIONS,
     prices: Prices | None = None,
 ) -> TokenForecast:
-    """Args:    tokens: of the whole run; interruptions_a_day: of the spot job as a whole.
+    """Return time, energy and cost of a training run of a number of tokens.
+
+    Args:    tokens: of the whole run; interruptions_a_day: of the spot job as a whole.
     Raises:  ConfigError for rates that are not above 0.
     """
     asked = prices or Prices()
@@ -179,8 +182,8 @@ def forecast(
 
 
 def save_seconds(ranking: Ranking) -> float | None:
-    """Of a checkpoint that all nodes write at once, each to a disk of its own; None where no disk
-    is stated."""
+    """Return the seconds of a checkpoint that all nodes write at once, each to its own disk; None
+    if the cluster states no disk."""
     disk = ranking.cluster.tiers.get("disk")
     if disk is None:
         return None
@@ -192,7 +195,7 @@ def save_seconds(ranking: Ranking) -> float | None:
 def _premises(
     asked: Prices, prices: Prices, ranking: Ranking, interruptions_a_day: float
 ) -> tuple[Premise, ...]:
-    """Every number of the forecast that neither the plan nor the replay knows."""
+    """Return all numbers of the forecast that neither the plan nor the replay gives."""
     cluster = ranking.cluster
     usual = Prices()
     found = []
@@ -220,7 +223,7 @@ def _premises(
 
 
 def _kept(a_day: float, prices: Prices) -> tuple[float, float]:
-    """Seconds between checkpoints, and goodput."""
+    """Return the seconds between checkpoints, and the goodput."""
     assert prices.save is not None
     between = DAY / a_day
     interval = best_interval(prices.save, between)

@@ -1,13 +1,13 @@
-"""Chapter 24 · Layouts: what a call takes where a plan's groups lie on the cluster, with those
-beside it.
+"""Chapter 24 · Layouts: seconds of a call by the places of a plan's groups on the cluster, while
+neighbour groups make the same call.
 
     layouts = Layouts(cluster)
     groups = layouts.groups({"dp": 64, "pp": 1, "ep": 1, "cp": 1, "tp": 8}, AXES)
     layouts.price(groups["tp"], "all_reduce", "native", 1 << 20, ())    # while its neighbours' groups do the same
 
-Groups along an axis are alike, so the group of rank 0 stands for all. Groups that begin in the same
-node share its network cards: the bytes of all are added on each link (walk.py says which), and the
-busiest one counts.
+Groups along an axis are equal, so the group of rank 0 stands for all. Groups that begin in the same
+node share its network cards: their bytes are added up on each link (walk.py gives the links), and
+the busiest link counts.
 """
 
 from collections import Counter
@@ -25,11 +25,11 @@ DATA = ("dp", "ep", "cp")
 """Axes whose ranks have the same dense weights."""
 
 Groups = tuple[tuple[int, ...], ...]
-"""A group, as places, and those that do the same beside it."""
+"""A group, as places of its ranks, followed by the neighbour groups that make the same call."""
 
 
 class Layouts:
-    """Groups of plans on one cluster; what was priced once is remembered."""
+    """Groups and prices of calls on one cluster; prices are cached."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -37,8 +37,8 @@ class Layouts:
         self._crowding = lru_cache(maxsize=None)(self._crowded)
 
     def groups(self, sizes: Mapping[str, int], order: Sequence[str]) -> dict[str, Groups]:
-        """The group of rank 0 along tp, cp, ep, dp (all of DATA) and pp, then its neighbours', as
-        places."""
+        """Return, for tp, cp, ep, dp (all of DATA) and pp, the group of rank 0 and its neighbour
+        groups, as places."""
         strides = {}
         step = 1
         for axis in reversed(order):
@@ -58,8 +58,8 @@ class Layouts:
     def _with_neighbours(
         self, sizes: Mapping[str, int], strides: Mapping[str, int], axes: Sequence[str]
     ) -> Groups:
-        """The group of rank 0 along some axes, and those that begin in the same node, if it leaves
-        the node."""
+        """Return the group of rank 0 along some axes; if it leaves the node, also the groups that
+        begin in the same node."""
         first = tuple(_places(sizes, strides, axes))
         node = self.cluster.per_node
         if max(first) < node and not self.cluster.topology.torus:
@@ -74,11 +74,12 @@ class Layouts:
     def _price(
         self, groups: Groups, verb: str, algorithm: str, nbytes: int, blocks: tuple[int, ...]
     ) -> float:
-        """Seconds of a call of the first group while the others do the same.
+        """Return the seconds of a call of the first group while the other groups make the same
+        call.
 
-        The bytes of an all-reduce are rounded up to a multiple of the ranks: one rank's messages
-        then stand for all (turned_walk.py). A ring of 1,024 ranks with 256 bytes is walked in a
-        hundredth of the time.
+        The bytes of an all-reduce are rounded up to a multiple of the ranks: then one rank's
+        messages stand for all (turned_walk.py). This computes a ring of 1,024 ranks with 256 bytes
+        in a hundredth of the time.
         """
         members = groups[0]
         if len(members) < 2 or nbytes <= 0:
@@ -106,7 +107,8 @@ class Layouts:
         return cost.seconds + shared - alone
 
     def _crowded(self, groups: Groups, verb: str, way: str) -> float:
-        """Seconds a byte by which a way of the library takes longer if all groups go it at once."""
+        """Return the extra seconds per byte of a way of the library if all groups use it at
+        once."""
         if len(groups) == 1:
             return 0.0
         own, *others = (
@@ -124,16 +126,16 @@ class Layouts:
 
 
 def cut(groups: Groups, size: int, per_node: int) -> Groups:
-    """The groups of so many neighbours that these groups consist of, as far as they begin in the
-    first node."""
+    """Return the groups cut into pieces of `size` neighbours; of the pieces after the first, those
+    that begin in the first node."""
     return _beginning(
         per_node, (group[at : at + size] for group in groups for at in range(0, len(group), size))
     )
 
 
 def strided(groups: Groups, size: int, per_node: int) -> Groups:
-    """The groups of the first of each `size` neighbours, of the second, …, as far as they begin in
-    the first node."""
+    """Return groups of every `size`-th member: from the first member on, from the second on, …; of
+    the groups after the first, those that begin in the first node."""
     return _beginning(per_node, (group[at::size] for group in groups for at in range(size)))
 
 
@@ -143,8 +145,8 @@ def _beginning(per_node: int, groups: Iterable[tuple[int, ...]]) -> Groups:
 
 
 def _places(sizes: Mapping[str, int], strides: Mapping[str, int], axes: Sequence[str]) -> list[int]:
-    """Places of the ranks along some axes, the last axis innermost, as a group counts its
-    members."""
+    """Return the places of the ranks along some axes in the order of a group's members: the last
+    axis is innermost."""
     return [
         sum(at * strides[axis] for at, axis in zip(spot, axes, strict=True))
         for spot in product(*(range(sizes[axis]) for axis in axes))

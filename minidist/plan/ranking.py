@@ -1,5 +1,4 @@
-"""Chapter 24 · The plan that fits best: enumerate, estimate, rank, and let the replay confirm the
-best few.
+"""Chapter 24 · The best plan: enumerate, estimate, rank, and let the replay confirm the best few.
 
     found = plan_for(config, "a100-80g:64x8", batch=1536)
     found.best.plan, found.best.order, found.best.step_seconds
@@ -30,15 +29,14 @@ from minidist.simulate.results import Simulation
 from minidist.simulate.simulate import simulate
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
-MOST_TRIED = 3  # plans that the replay runs for each that it is to confirm
-MOST_DOUBLED = 8  # how often the nodes are doubled in search of a cluster that is large enough
+MOST_TRIED = 3  # plans that the replay runs at most, per plan to confirm
+MOST_DOUBLED = 8  # times that the nodes are doubled in search of a cluster that is large enough
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One plan of the ranking. Attributes: seconds: of a step by TERMS; memory: bytes by category,
-    of the fullest rank;
-    confirmed: the replay, if it ran this plan.
+    """A plan of the ranking. Attributes: seconds: of a step by TERMS; memory: bytes by category
+    on the fullest rank; confirmed: the replay's result, if it ran this plan.
     """
 
     plan: Plan
@@ -51,7 +49,7 @@ class Choice:
 
     @property
     def step_seconds(self) -> float:
-        """As estimated."""
+        """Estimated seconds of a step."""
         return fsum(self.seconds.values())
 
     @property
@@ -77,7 +75,7 @@ class Choice:
         return ", ".join(told + [f"order {','.join(inner)}"] * (inner != usual))
 
     def as_json(self) -> dict[str, Any]:
-        """All figures."""
+        """Return all figures as JSON values."""
         return {
             "plan": self.plan.as_dict(),
             "order": list(self.order),
@@ -93,7 +91,7 @@ class Choice:
 @dataclass(frozen=True)
 class Ranking:
     """All plans that fit, the best first. Attributes: order: numbers of candidates; enumerated:
-    before pruning."""
+    number of plans before pruning."""
 
     config: GPTConfig
     cluster: Cluster
@@ -108,7 +106,7 @@ class Ranking:
         return len(self.order)
 
     def choice(self, place: int) -> Choice:
-        """The plan at a place of the ranking, from 0."""
+        """Return the plan at a place of the ranking, from 0."""
         number = int(self.order[place])
         found = self.estimates
         return Choice(
@@ -121,7 +119,7 @@ class Ranking:
         )
 
     def top(self, count: int) -> list[Choice]:
-        """The best, those that the replay ran first."""
+        """Return the best plans; first the plans that the replay ran."""
         ran = {(choice.plan, choice.order) for choice in self.confirmed}
         others = [
             choice
@@ -132,12 +130,12 @@ class Ranking:
 
     @cached_property
     def best(self) -> Choice:
-        """The first."""
+        """The best plan: top(1)."""
         return self.top(1)[0]
 
     @cached_property
     def runner_up(self) -> Choice | None:
-        """The best plan that differs in how the ranks are divided, not in a small option."""
+        """The next plan of the ranking with other axes or another ZeRO stage than the best."""
         best = self.best
         for place in range(len(self)):
             choice = self.choice(place)
@@ -146,7 +144,7 @@ class Ranking:
         return None
 
     def mfu(self, choice: Choice) -> float:
-        """As results.py counts it."""
+        """Return the model FLOPs utilisation of a plan, counted as in results.py."""
         peak = self.cluster.device.peak(PRODUCT_DTYPES[choice.plan.precision])
         tokens = self.batch * self.config.context
         return tokens * flops_a_token(self.config) / (choice.step_seconds * choice.plan.size * peak)
@@ -165,12 +163,12 @@ def plan_for(
 ) -> Ranking:
     """Rank all plans of a model on a cluster.
 
-    Args:    config: the model. cluster: as its text, "h100:128x8", or made. batch: sequences a step
-             of the whole job, each of config.context tokens. objective: what is least, one of
-             OBJECTIVES.
+    Args:    config: the model. cluster: a Cluster or its text, "h100:128x8". batch: sequences per
+             step of the whole job, each of config.context tokens. objective: the figure to
+             minimise, one of OBJECTIVES.
              precision: of all plans, as Plan's. optimizer: as Trainer's.
-             rates: seconds of kernels (default: of the cluster's device). confirm: so many of the
-             best are run by the replay too (md.simulate), and ranked by it.
+             rates: seconds of kernels (default: of the cluster's device). confirm: number of the
+             best plans that the replay (md.simulate) runs too, and ranks.
     Returns: a Ranking of the plans that fit into memory.
     Raises:  ConfigError, one line: an unknown cluster, a batch that does not divide, or a model
              that fits nowhere, with the nearest that works.
@@ -205,8 +203,8 @@ def _wanted(found: Estimates, objective: str) -> np.ndarray:
 
 
 def _nowhere(config: GPTConfig, cluster: Cluster, batch: int, options: dict[str, Any]) -> str:
-    """One line: the cluster with the fewest nodes, doubled again and again, in which some plan
-    fits."""
+    """Return one line that names the smallest cluster on which some plan fits, found by doubling
+    the nodes."""
     told = (
         f"the model ({config.numbers / 1e9:,.3g} billion weights) fits into "
         f"{cluster.spec} with no plan"
@@ -232,15 +230,15 @@ def _nowhere(config: GPTConfig, cluster: Cluster, batch: int, options: dict[str,
 def _estimated(
     config: GPTConfig, cluster: Cluster, batch: int, options: dict[str, Any]
 ) -> tuple[int, Estimates]:
-    """How many plans there are, and the estimates of those whose state fits."""
+    """Return the number of plans, and the estimates of the plans whose state fits."""
     model = Estimator(config, cluster, **options)
     found = candidates(config, cluster, batch=batch, precision=options["precision"])
     return len(found), model.of(found.only(model.may_fit(found)))
 
 
 def _confirmed(ranking: Ranking, count: int, rates: Rates | None, optimizer: str) -> Ranking:
-    """The ranking with its best few by the replay; plans that it finds too large, or cannot run,
-    are taken out."""
+    """Return the ranking with its best few plans confirmed by the replay; plans that the replay
+    finds too large, or cannot run, are removed."""
     ran: list[Choice] = []
     refused: list[int] = []
     for place in range(min(MOST_TRIED * count, len(ranking))):
@@ -280,10 +278,10 @@ def _figure(choice: Choice, objective: str) -> float:
 
 
 def command(choice: Choice, model: Sequence[str], ranking: Ranking) -> str:
-    """The command line that runs the plan: on `here` by `minidist train`, elsewhere by `minidist
-    simulate`, whose options after --batch are those of train.
+    """Return the command line that runs the plan: for `here` `minidist train`, for other clusters
+    `minidist simulate`, whose options after --batch are those of train.
 
-    Args:    model: the options that name it, as ["--model", "gpt3-175b"].
+    Args:    model: the options that name the model, as ["--model", "gpt3-175b"].
     """
     plan = [
         *plan_words(choice.plan),
@@ -304,7 +302,7 @@ def command(choice: Choice, model: Sequence[str], ranking: Ranking) -> str:
 
 
 def plan_words(plan: Plan) -> list[str]:
-    """A plan as options of `minidist train` and `minidist simulate`."""
+    """Return a plan as options of `minidist train` and `minidist simulate`."""
     found = ["--plan", words(plan.axes), "--precision", plan.precision]
     found += ["--zero", str(plan.zero)] if plan.zero else []
     found += ["--shard", str(plan.shard)] if plan.shard is not None else []
@@ -326,12 +324,12 @@ MIXTURE_WORDS = {
     "shared": "--shared-experts",
     "hidden": "--expert-width",
 }
-"""Fields of a MixtureConfig as options of `minidist train`; where experts lie is no matter of one
-machine."""
+"""Fields of a MixtureConfig as options of `minidist train`; the places of experts are left out:
+they do not matter on one machine."""
 
 
 def model_words(ranking: Ranking) -> list[str]:
-    """Model and batch as options of `minidist train`."""
+    """Return model and batch as options of `minidist train`."""
     config = ranking.config
     return [
         "--layers",
@@ -354,7 +352,7 @@ def model_words(ranking: Ranking) -> list[str]:
 
 
 def pattern_words(config: GPTConfig) -> list[str]:
-    """The attention pattern as an option of `minidist train`."""
+    """Return the attention pattern as an option of `minidist train`."""
     return (
         []
         if config.attention_pattern is None
@@ -363,7 +361,7 @@ def pattern_words(config: GPTConfig) -> list[str]:
 
 
 def mixture_words(config: GPTConfig) -> list[str]:
-    """The mixture of experts as options of `minidist train`; what is as by default is left out."""
+    """Return the mixture of experts as options of `minidist train`, without default values."""
     mixture = config.mixture
     if mixture is None:
         return []

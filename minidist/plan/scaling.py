@@ -1,11 +1,10 @@
-"""Chapter 24 · Scaling curves: the best plan on more and more nodes, and how near to linear that
-is.
+"""Chapter 24 · Scaling curves: the best plan for growing numbers of nodes, and its efficiency.
 
     strong(config, "h100:8x8", batch=512)           # the same batch on more devices
-    weak(config, "h100:8x8", a_device=8)            # a batch that grows with them
+    weak(config, "h100:8x8", a_device=8)            # a batch that grows with the devices
 
 The notes say "near-linear" of data parallelism (N2:86), of DDP (N0:430) and of small scales
-(N1:100). The efficiency of each point says how near.
+(N1:100). The efficiency of each point shows how near to linear it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +15,15 @@ from minidist.nn import GPTConfig
 from minidist.plan.ranking import Ranking, plan_for
 from minidist.simulate.cluster import Cluster
 
-NEAR_LINEAR = 0.9  # an efficiency that one may call near-linear: assumed, the notes give no number
+NEAR_LINEAR = 0.9  # least efficiency that counts as near-linear: assumed, the notes give no number
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """Attributes: efficiency: sequences a second and device, over those of the first point."""
+    """A point of a scaling curve.
+
+    Attributes: efficiency: sequences per second and device / the same of the first point.
+    """
 
     nodes: int
     devices: int
@@ -32,7 +34,7 @@ class ScalingPoint:
 
     @property
     def near_linear(self) -> bool:
-        """Whether the notes' claim holds here."""
+        """True if the notes' claim, near-linear, holds at this point."""
         return self.efficiency >= NEAR_LINEAR
 
 
@@ -44,7 +46,7 @@ def strong(
     nodes: Sequence[int] = (),
     precision: str = "bf16",
 ) -> list[ScalingPoint]:
-    """The same batch on more nodes."""
+    """Return the curve of the same batch on more nodes."""
     return _curve(config, cluster, nodes, lambda devices: batch, precision)
 
 
@@ -56,13 +58,13 @@ def weak(
     nodes: Sequence[int] = (),
     precision: str = "bf16",
 ) -> list[ScalingPoint]:
-    """So many sequences a device."""
+    """Return the curve of a batch of `a_device` sequences per device."""
     return _curve(config, cluster, nodes, lambda devices: a_device * devices, precision)
 
 
 def scaling_curves(ranking: Ranking) -> dict[str, list[ScalingPoint]]:
-    """Strong and weak scaling up to the ranking's own cluster and batch: both curves end there, if
-    the batch divides.
+    """Return strong and weak scaling up to the ranking's own cluster and batch; both curves end
+    there, if the batch divides.
 
     Raises: ConfigError as weak and strong do.
     """
@@ -86,7 +88,8 @@ def _curve(
     batch_of: Callable[[int], int],
     precision: str,
 ) -> list[ScalingPoint]:
-    """Points where the model fits and the batch divides. Raises: ConfigError if there is none."""
+    """Return the points where the model fits and the batch divides. Raises: ConfigError if there is
+    none."""
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if cluster.topology.torus:
         raise ConfigError(

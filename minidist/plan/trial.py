@@ -1,7 +1,7 @@
-"""Chapter 24 · The best plans trained on this machine, in turn, beside what was predicted.
+"""Chapter 24 · The best plans trained on this machine, in turn, compared with their predictions.
 
 Each round starts every plan once, with `minidist train`; a plan's time is the median of its rounds.
-The last plan is a random one, so that a prediction that is the same for all would be seen.
+The last plan is a random one; it shows whether the predictions differ between plans.
 """
 
 import json
@@ -28,8 +28,10 @@ TIMEOUT = 600.0  # seconds of one run
 
 @dataclass(frozen=True)
 class Trial:
-    """Attributes: predicted: seconds of a step by the replay; measured: by the runs; spread: by
-    which two halves of the rounds differ.
+    """The measured and predicted step of one plan.
+
+    Attributes: predicted: seconds of a step by the replay; measured: by the runs; spread: relative
+                difference between two halves of the rounds.
     """
 
     choice: Choice
@@ -39,7 +41,7 @@ class Trial:
     spread: float
 
     def as_json(self) -> dict[str, Any]:
-        """All figures."""
+        """Return all figures as JSON values."""
         return {
             "plan": self.choice.plan.as_dict(),
             "random": self.random,
@@ -63,7 +65,7 @@ def try_plans(
 
     Args:    rates: seconds of kernels, for plans that the ranking did not confirm (default: of the
              cluster's device).
-    Raises:  ConfigError if a run fails: its words.
+    Raises:  ConfigError if a run fails, with the run's message.
     """
     best = ranking.top(count)
     choices = [*best, _random(ranking, len(best))] if len(ranking) > len(best) else best
@@ -89,8 +91,8 @@ def try_plans(
 
 
 def _replayed(ranking: Ranking, choice: Choice, optimizer: str, rates: Rates | None) -> float:
-    """Seconds of a step by the replay; where ranks share cores, the fast path that ranks plans is
-    too short."""
+    """Return the seconds of a step by the replay; the fast path is too short if ranks share
+    cores."""
     found = choice.confirmed or simulate(
         choice.plan,
         ranking.config,
@@ -104,12 +106,12 @@ def _replayed(ranking: Ranking, choice: Choice, optimizer: str, rates: Rates | N
 
 
 def _random(ranking: Ranking, first: int) -> Choice:
-    """One of the others, the same at each call."""
+    """Return a random plan from place `first` on; the same one at each call."""
     return ranking.choice(int(np.random.default_rng(0).integers(first, len(ranking))))
 
 
 def run_once(ranking: Ranking, choice: Choice, optimizer: str, steps: int) -> float:
-    """Seconds of a step of one run, as its metrics have them."""
+    """Train once; return the seconds of a step in the run's metrics."""
     with tempfile.TemporaryDirectory(prefix="minidist-plan-") as folder:
         found = Path(folder, "metrics.json")
         words = [

@@ -1,15 +1,17 @@
-"""When not to compress: the time of a step over a link, from a step over a link that takes no time.
+"""Predicts when not to compress: the time of a step over a link, from a step over a link of no
+time.
 
-    measured once    L, the seconds of a step over a link of no time: all that computes, encodes,
-                     decodes and copies a_i, when bucket i was handed to its scheme; the bytes and
-                     messages that a rank sends
-    link             one port a rank: bucket i leaves when it is ready and the ones before have
-                     left, f_i = max(f_(i-1), a_i) + messages_i α + bytes_i β
-    a step           L + (f_last - a_last): what the port still has to send when the last bucket is
-                     ready is waited for
+    measured once    L: seconds of a step over a link of no time (computing, encoding, decoding and
+                     copying)
+                     a_i: when bucket i was passed to its scheme
+                     the bytes and messages that a rank sends
+    link             one port per rank: bucket i leaves when it is ready and the previous buckets
+                     have left, f_i = max(f_(i-1), a_i) + messages_i α + bytes_i β
+    a step           L + (f_last - a_last): the rank waits for what the port still has to send when
+                     the last bucket is ready
 
-A scheme is faster than plain buckets where the bytes that it saves take longer than its encoding
-and decoding. So there is one bandwidth above which it is slower, the break-even.
+A scheme is faster than plain buckets if the bytes that it saves take longer than its encoding and
+decoding. So there is one bandwidth, the break-even, above which it is slower.
 
 notes:   N2 §10.1, §11.2, N3 §3.2
 """
@@ -23,18 +25,17 @@ import numpy as np
 from minidist.comm.cost.link_model import LinkCost, LinkWork
 
 CLOSE = 0.05  # cells whose two measured times differ by less do not count
-# bytes a second between which a break-even is looked for
+# bytes per second between which a break-even is searched
 LEAST = 1e3
 MOST = 1e12
 
 
 @dataclass(frozen=True)
 class LocalStep:
-    """A step over a link that takes no time.
+    """A measured step over a link of no time.
 
-    Attributes: seconds; nbytes, messages: that a rank sends; moments: when each bucket was ready,
-    from the step's
-                begin; sizes: of the buckets, in any unit.
+    Attributes: seconds; nbytes, messages: sent by a rank; moments: when each bucket was ready, from
+                the step's begin; sizes: of the buckets, in any unit.
     """
 
     seconds: float
@@ -44,7 +45,7 @@ class LocalStep:
     sizes: Sequence[float]
 
     def over(self, link: LinkCost) -> float:
-        """Seconds of a step over this link."""
+        """Return the seconds of a step over this link."""
         if not self.sizes:
             return self.seconds
         free = 0.0
@@ -57,15 +58,15 @@ class LocalStep:
 
 
 def shaped(ranks: int, alpha: float, bandwidth: float) -> LinkCost:
-    """The link model of a throttled link. Args: bandwidth: bytes a second."""
+    """Return the link model of a throttled link. Args: bandwidth: bytes per second."""
     return LinkCost("delayed", ranks, alpha, alpha, 1 / bandwidth, 0.0, 0.0)
 
 
 def break_even(faster: Callable[[float], bool]) -> float:
-    """The bandwidth (bytes a second) above which compression no longer is faster; 0: it never is,
-    inf: it always is.
+    """Return the bandwidth (bytes per second) above which compression is no longer faster; 0: it is
+    never faster, inf: always.
 
-    Args:    faster: whether the compressed step is the faster one at a bandwidth.
+    Args:    faster: faster(bandwidth) -> whether the compressed step is faster.
     """
     if not faster(LEAST):
         return 0.0
@@ -82,7 +83,7 @@ def break_even(faster: Callable[[float], bool]) -> float:
 def predicted_gain(
     plain: LocalStep, scheme: LocalStep, ranks: int, alpha: float
 ) -> Callable[[float], float]:
-    """Seconds that a scheme saves in a step, by the model, as a function of the bandwidth."""
+    """Return a function: bandwidth -> seconds that a scheme saves in a step, by the model."""
 
     def gain(bandwidth: float) -> float:
         link = shaped(ranks, alpha, bandwidth)
@@ -94,13 +95,13 @@ def predicted_gain(
 def measured_break_even(
     cells: Mapping[float, tuple[float, float]], gain: Callable[[float], float]
 ) -> float | None:
-    """The bandwidth between the measured ones at which both take as long; None if it lies beyond
-    them.
+    """Return the bandwidth at which both steps take the same time; None if it is outside the
+    measured bandwidths.
 
     Single cells are too noisy: a step 5 % longer moves the break-even by 40 % where the two times
-    cross at a small angle. So all cells together move the model's gain, by more or less encoding
-    and by more or less bytes: by the line a + b / bandwidth of least squares, errors counted as
-    parts of the longer step.
+    cross at a small angle. So all cells together correct the model's gain, by a constant (encoding)
+    and a slope (bytes): by the least-squares line a + b / bandwidth, with errors relative to the
+    longer step.
 
     Args:    cells: bandwidth -> measured seconds of a plain step and of a compressed one; gain:
              predicted_gain's.
@@ -119,10 +120,10 @@ def measured_break_even(
 
 @dataclass(frozen=True)
 class AdviceCell:
-    """A scheme at a bandwidth among so many ranks: seconds of a step of plain buckets and of the
-    scheme's.
+    """The step times of a scheme at one bandwidth and number of ranks, compared with plain buckets.
 
-    Attributes: predicted, measured: (plain, scheme); measured is None if the cell was not measured
+    Attributes: predicted, measured: seconds of a step (plain, scheme); measured: None if the cell
+                was not measured
     """
 
     scheme: str
@@ -133,13 +134,13 @@ class AdviceCell:
 
     @property
     def compress(self) -> bool:
-        """The advice."""
+        """The advice: True if the scheme is predicted to be faster."""
         return self.predicted[1] < self.predicted[0]
 
     @property
     def right(self) -> bool | None:
-        """Whether the advice was right; None if the cell was not measured, or its two times are too
-        close."""
+        """True if the advice was right; None if the cell was not measured, or if its two times are
+        too close."""
         if self.measured is None:
             return None
         plain, scheme = self.measured
@@ -151,7 +152,7 @@ class AdviceCell:
 
 
 def score(cells: Sequence[AdviceCell]) -> tuple[int, int]:
-    """(cells that were right, cells that count)."""
+    """Return (number of cells that were right, number of cells that count)."""
     counted = [cell.right for cell in cells if cell.right is not None]
     return sum(counted), len(counted)
 
@@ -160,24 +161,25 @@ def score(cells: Sequence[AdviceCell]) -> tuple[int, int]:
 
 
 def bytes_ratio(warmup: float, *, plain_bits: int = 16, bits: float = 1.0) -> float:
-    """How many times fewer bytes 1-bit Adam sends in a whole training.
+    """Return the bytes of a whole plain training / the bytes with 1-bit Adam.
 
-    Args:    warmup: share of the steps that send gradients as they are, in `plain_bits` a number.
+    Args:    warmup: share of the steps that send uncompressed gradients, in `plain_bits` per
+    number.
     """
     return 1 / (warmup + (1 - warmup) * bits / plain_bits)
 
 
 def speed_ratio(warmup: float, plain: float, compressed: float) -> float:
-    """How many times sooner its training ends. Args: plain, compressed: seconds of a step in
-    warm-up, and then."""
+    """Return the time of a plain training / the time with 1-bit Adam. Args: plain, compressed:
+    seconds of a step in the warm-up, and after it."""
     return 1 / (warmup + (1 - warmup) * compressed / plain)
 
 
 def bandwidth_for(
     ratio: float, warmup: float, plain: LocalStep, compressed: LocalStep, ranks: int, alpha: float
 ) -> float:
-    """The highest bandwidth (bytes a second) at which a training ends `ratio` times sooner; 0: at
-    none.
+    """Return the highest bandwidth (bytes per second) at which a training ends `ratio` times
+    sooner; 0: there is none.
 
     Even over the slowest link the ratio stays below bytes_ratio.
     """

@@ -1,9 +1,9 @@
-"""What the measurements of `minidist bench compress` are asked to show, and whether they do.
+"""The bounds that the measurements of `minidist bench compress` must hold, and whether they do.
 
 --full              over 100 Mbit/s a scheme whose last loss is at most 1 % above that of `none`
                     reaches the target at least 10 times sooner; local steps end at most 1.5 %
-                    above; a cell that was run to its end took steps × median step, to 5 %
---advise --check    right in at least 95 % of the cells that count, break-evens to 15 %
+                    above; a cell that was run to its end took steps × median step, within 5 %
+--advise --check    right in at least 95 % of the cells that count, break-evens within 15 %
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ EDGE = 0.15
 
 
 class AskedBound(NamedTuple):
-    """What is asked, what was found, and whether it is held; held=None: it was not measured."""
+    """A bound: what is asked, what was found, and whether it is held; held=None: not measured."""
 
     asked: str
     found: str
@@ -31,7 +31,7 @@ class AskedBound(NamedTuple):
 
     @property
     def line(self) -> str:
-        """For the notes below a table."""
+        """The line for the notes below a table."""
         return (
             f"{ {True: 'held', False: 'NOT HELD', None: 'not measured'}[self.held] }: "
             f"{self.asked}: {self.found}"
@@ -39,7 +39,8 @@ class AskedBound(NamedTuple):
 
 
 def bounds_of_times(result: dict[str, Any]) -> list[AskedBound]:
-    """Of a time to a loss. Args: result: time_to_loss.measure's, with its bandwidths."""
+    """Return the bounds of times to a loss. Args: result: time_to_loss.measure's, with its
+    bandwidths."""
     return [_sooner(result), *_local_losses(result["rows"]), *_run_through(result["through"])]
 
 
@@ -88,7 +89,8 @@ def _run_through(cells: list[dict[str, Any]]) -> Iterator[AskedBound]:
 
 
 def bounds_of_advice(advice: list[dict[str, Any]]) -> list[AskedBound]:
-    """Of advice that was checked. Args: advice: check.advise's, for each number of ranks."""
+    """Return the bounds of checked advice. Args: advice: check.advise's, for each number of
+    ranks."""
     right, counted = (sum(each["score"][place] for each in advice) for place in (0, 1))
     cells = sum(len(row["cells"]) for each in advice for row in each["rows"])
     found = [
@@ -114,7 +116,8 @@ def bounds_of_advice(advice: list[dict[str, Any]]) -> list[AskedBound]:
 
 
 def _repeated(row: dict[str, Any]) -> str:
-    """How well the measured break-even repeats: by every other round beside the others."""
+    """Return a text on how well the measured break-even repeats: the difference between two halves
+    of the rounds; "" if it was not measured by both."""
     if len(row["by_halves"]) < 2 or None in row["by_halves"]:
         return ""
     low, high = sorted(row["by_halves"])

@@ -1,11 +1,11 @@
-"""The adviser's measurements: steps over a link that takes no time, and with --check over each
-link.
+"""The measurements of --advise: steps over a link of no time, and with --check over each link.
 
-Each round makes the same steps of a training. Of each of them a short one counts, below which a
-tenth of the rounds stay, and the mean of these is the step: other programs, and the ranks
-themselves where they share cores, lengthen most steps, each by something else; the very shortest is
-luck; and some schemes send more in one step than in the next. Steps over a link of no time and over
-each link take turns, so a machine that grows slower grows slower for all of them.
+Each round makes the same steps of a training. For each step the lower tenth (quantile 0.1) of its
+times over the rounds counts, and the mean over the steps is the result. Reasons: other programs,
+and the ranks themselves if they share cores, lengthen most steps by different amounts; the very
+shortest time is luck; and some schemes send more in one step than in the next. Steps over the link
+of no time and over each link take turns, so a machine that becomes slower becomes slower for all of
+them.
 """
 
 import statistics
@@ -35,7 +35,7 @@ from minidist.bench.compress.ways import PLAIN, SendingWay
 
 SCHEMES = "fp16,8bit,4bit,top-k,threshold,random-k,sign,powersgd,predict"
 TURNS = 5  # steps of a round over the link of no time
-LOW = 0.1  # the part of the rounds whose step is shorter than the one that counts
+LOW = 0.1  # the quantile over the rounds that counts
 ALL_ROUNDS = slice(None)
 HALF = slice(0, None, 2)
 OTHER_HALF = slice(1, None, 2)
@@ -45,17 +45,17 @@ WARMUPS = (0.15, 0.2)  # shares of 1-bit Adam's warm-up
 
 
 class AdviceTimes(NamedTuple):
-    """What the rounds have measured, by way.
+    """The measurements of all rounds, by way.
 
-    Attributes: local: of each round, the steps over a link that takes no time
-                over: of each link and round, the seconds of the steps over it, of --check
+    Attributes: local: for each round, the steps over a link of no time
+                over: for each link and round, the seconds of the steps over it (--check)
     """
 
     local: dict[str, list[list[LocalStep]]]
     over: dict[str, list[list[list[float]]]]
 
     def local_step(self, way: str) -> LocalStep:
-        """The step that counts; bytes and messages of the mean one."""
+        """Return the step that counts, with the mean bytes and messages."""
         steps = [step for steps in self.local[way] for step in steps]
         nbytes, messages = (
             statistics.mean(getattr(step, name) for step in steps)
@@ -69,13 +69,12 @@ class AdviceTimes(NamedTuple):
         )
 
     def seconds(self, way: str, link: int, rounds: slice = ALL_ROUNDS) -> float:
-        """The step that counts over a link."""
+        """Return the seconds of the step that counts, over a link."""
         return _short(self.over[way][link][rounds])
 
 
 def _short(rounds: Sequence[Sequence[float]]) -> float:
-    """The mean over the steps of a round; of each step the time below which LOW of the rounds
-    stay."""
+    """Return the mean over the steps of a round of each step's LOW quantile over the rounds."""
     return statistics.mean(float(np.quantile(times, LOW)) for times in zip(*rounds, strict=False))
 
 
@@ -88,10 +87,10 @@ def measure_rounds(
     kept: KeptMeasurements,
     job: str = "",
 ) -> AdviceTimes:
-    """Each way in each round: steps over a link that takes no time, then over each of `links`.
+    """Measure each way in each round: steps over a link of no time, then over each of `links`.
 
-    Args:    links: with no bandwidths, steps over them are not measured; job: of the ranks, in the
-             kept names.
+    Args:    links: without bandwidths, only the link of no time is measured; job: name of the ranks
+             in the kept names.
     """
     found = AdviceTimes(
         {way.text: [] for way in ways}, {way.text: [[] for _ in links.bandwidths] for way in ways}
@@ -117,7 +116,7 @@ def measure_rounds(
 
 
 def _local_step(answers: list[dict[str, Any]]) -> LocalStep:
-    """The step of the rank that took longest; bytes and messages are means of the ranks."""
+    """Return the step of the slowest rank, with the mean bytes and messages of the ranks."""
     late = max(answers, key=lambda answer: answer["seconds"])
     nbytes, messages = (
         statistics.mean(answer[name] for answer in answers) for name in ("nbytes", "messages")
@@ -126,7 +125,7 @@ def _local_step(answers: list[dict[str, Any]]) -> LocalStep:
 
 
 def advice(local: dict[str, LocalStep], ranks: int, links: Links) -> list[AdviceCell]:
-    """The prediction for each scheme at each bandwidth."""
+    """Return the prediction for each scheme at each bandwidth."""
     return [
         AdviceCell(way, ranks, bandwidth, (local[PLAIN].over(link), step.over(link)))
         for way, step in local.items()
@@ -147,9 +146,9 @@ def advise(
     progress: Callable[[str], None],
     kept: KeptMeasurements,
 ) -> dict[str, Any]:
-    """Predictions among `size` ranks, and with `check` what was measured.
+    """Return the predictions among `size` ranks, and with `check` the measurements.
 
-    Args:    ways: the first is `none`; kept: what was measured before.
+    Args:    ways: the first is `none`; kept: earlier measurements.
     """
     times = measure_rounds(
         ranks,
@@ -180,7 +179,7 @@ def advise(
 def _measured(
     times: AdviceTimes, way: str, links: Links, rounds: slice = ALL_ROUNDS
 ) -> dict[float, tuple[float, float]]:
-    """Bandwidth -> seconds of a plain step, and of this way's."""
+    """Return {bandwidth: (seconds of a plain step, seconds of this way's step)}."""
     return {
         bandwidth: (times.seconds(PLAIN, link, rounds), times.seconds(way, link, rounds))
         for link, bandwidth in enumerate(links.bandwidths)
@@ -195,8 +194,8 @@ def _row(
     links: Links,
     times: AdviceTimes,
 ) -> dict[str, Any]:
-    """One scheme: its cells, and its break-even bandwidth by the model and as measured, by all
-    rounds and by halves."""
+    """Return the row of a scheme: its cells, and its break-even bandwidth by the model and by
+    measurement, over all rounds and over halves of them."""
     gain = predicted_gain(local[PLAIN], local[way], ranks, links.alpha)
     edge = break_even(lambda speed: gain(speed) > 0)
     checked = bool(times.over[way])
@@ -229,8 +228,8 @@ def _row(
 
 
 def claims(plain: LocalStep, compressed: LocalStep, ranks: int, links: Links) -> dict[str, Any]:
-    """The notes' two claims of 1-bit Adam, five times fewer bytes and 3.5 times sooner (N3 §3.2),
-    by the model.
+    """Return the notes' two claims on 1-bit Adam, five times fewer bytes and 3.5 times faster
+    (N3 §3.2), by the model.
 
     Args:    plain, compressed: steps of `none` and of 1-bit Adam after its warm-up.
     """

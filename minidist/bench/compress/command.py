@@ -1,5 +1,5 @@
-"""What `minidist bench compress` does: checks its options, starts the ranks, and runs one of its
-two measurements."""
+"""`minidist bench compress`: checks the options, starts the ranks, and runs one of its two
+measurements."""
 
 import argparse
 from typing import Any
@@ -23,9 +23,9 @@ from minidist.progress import Progress
 
 MODEL = Model(layers=2, width=64, heads=4, context=64, batch=1, vocab=128)
 FULL = Model(layers=4, width=256, heads=4, context=64, batch=1, vocab=128)
-"""3.2 million parameters, 64 tokens a rank and step."""
+"""3.2 million parameters, 64 tokens per rank and step."""
 WAYS = "none,fp16,8bit,top-k,1-bit,powersgd,adaptive,local-steps"
-MOST_SECONDS = 120  # that a step of plain buckets may take over the slowest link
+MOST_SECONDS = 120  # largest seconds of a step of plain buckets over the slowest link
 MEANS = {
     "layers": "blocks (2; with --full 4)",
     "width": "model width (64; with --full 256)",
@@ -37,7 +37,7 @@ MEANS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist bench compress`."""
+    """Add the options of `minidist bench compress`."""
     parser.add_argument(
         "--ways",
         type=split_ways,
@@ -136,8 +136,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The measurement that the options ask for. Raises: ConfigError for options that do not go
-    together."""
+    """Run the measurement that the options ask for. Raises: ConfigError for options that contradict
+    each other."""
     if args.check and not args.advise:
         raise ConfigError("--check: measures what --advise predicts; add --advise")
     if args.hold and not (args.check or (args.full and not args.advise)):
@@ -198,14 +198,14 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def _with_bounds(result: dict[str, Any], bounds: list[AskedBound]) -> dict[str, Any]:
-    """The result with what it was asked to show."""
+    """Return the result with its bounds."""
     return {**result, "bounds": [{**bound._asdict(), "line": bound.line} for bound in bounds]}
 
 
 def _require(
     args: argparse.Namespace, model: Model, ways: list[SendingWay], sizes: list[int], links: Links
 ) -> None:
-    """Raise ConfigError, DataError or MemoryLimitError for what cannot end."""
+    """Raise ConfigError, DataError or MemoryLimitError for a measurement that cannot finish."""
     text.load(args.data).check(context=model.context, vocabulary=model.vocab)
     step.require_memory(model, Plan(dp=max(sizes)))
     if any(way.name == LOCAL_STEPS for way in ways) and args.advise:
@@ -253,7 +253,7 @@ def _advise(
     progress: Progress,
     kept: KeptMeasurements,
 ) -> dict[str, Any]:
-    """The advice for each number of ranks, and the claims for the largest."""
+    """Return the advice for each number of ranks, and the claims for the largest."""
     found = []
     claims = {}
     for size in sizes:

@@ -1,8 +1,8 @@
-"""What a measurement has found so far, so that one that was interrupted goes on where it stopped.
+"""Keeps the results of a measurement in a file, so that an interrupted measurement can continue.
 
-A file of JSON lines. The first says of what (model, steps, text …); then a line for each thing
-measured: a training, a turn of steps over each link. A second run with the same options reads them,
-and measures what is missing.
+A file of JSON lines. The first line has the setting (model, steps, text …); then one line per
+result: a training, or a turn of steps over each link. A second run with the same options reads the
+lines, and measures what is missing.
 """
 
 import json
@@ -17,11 +17,11 @@ from minidist.reading import parse_json, read_text
 
 
 class KeptMeasurements:
-    """Measures each thing once, in all runs together.
+    """A store of results; each result is measured once over all runs.
 
-    Args:    path: of the file, made if it is not there; None: nothing is kept. setting: what all
-             measurements share.
-    Raises:  ConfigError if the file is of another setting, or is none of these files.
+    Args:    path: of the file, made if it does not exist; None: nothing is kept. setting: the
+             options that all measurements share.
+    Raises:  ConfigError if the file has another setting, or is not such a file.
     """
 
     def __init__(self, path: str | None = None, setting: dict[str, Any] | None = None) -> None:
@@ -56,8 +56,8 @@ class KeptMeasurements:
             raise ConfigError(f"--resume {path}: cannot be written ({error})") from error
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The value kept under a name; else it is measured, and kept. Values are what JSON has:
-        lists, not tuples."""
+        """Return the value kept under a name; if there is none, measure and keep it. Values are
+        JSON values: lists, not tuples."""
         if name not in self.found:
             self.found[name] = _plain(measure())
             self._add({"name": name, "value": self.found[name]})
@@ -71,7 +71,7 @@ class KeptMeasurements:
 
 @contextmanager
 def open_kept(path: str, mode: str) -> Iterator[IO[str]]:
-    """The file, to write to. Raises: ConfigError if it cannot be written."""
+    """Open the file for writing. Raises: ConfigError if it cannot be written."""
     try:
         with open(path, mode, encoding="utf-8") as file:
             yield file
@@ -80,12 +80,12 @@ def open_kept(path: str, mode: str) -> Iterator[IO[str]]:
 
 
 def _plain(value: Any) -> Any:
-    """As it comes back from a file."""
+    """Return a value as it is after writing to and reading from a file."""
     return json.loads(json.dumps(value))
 
 
 def _differences(first: Any, head: dict[str, Any]) -> str:
-    """The options that differ, by name."""
+    """Return a text with the options that differ, by name."""
     was = first.get("setting") if isinstance(first, dict) else None
     if not isinstance(was, dict):
         return "it does not begin as such a file"

@@ -1,4 +1,4 @@
-"""Bandwidths as networks are sold: "100Mbit" are 12.5 million bytes a second."""
+"""Bandwidths in bits, as for networks: "100Mbit" is 12.5 million bytes per second."""
 
 import argparse
 import re
@@ -9,7 +9,7 @@ FEW = "10Mbit,100Mbit,1Gbit,10Gbit"
 
 
 def bandwidths(text: str) -> list[float]:
-    """'10Mbit,1Gbit' -> [1.25e6, 1.25e8]: bytes a second, rising."""
+    """Return bytes per second, rising: '10Mbit,1Gbit' -> [1.25e6, 1.25e8]."""
     found = []
     for word in text.split(","):
         match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]bit)", word.strip(), re.ASCII)
@@ -20,7 +20,7 @@ def bandwidths(text: str) -> list[float]:
 
 
 def bandwidth_text(bandwidth: float) -> str:
-    """1.25e7 -> "100 Mbit/s"."""
+    """Return a bandwidth as text: 1.25e7 -> "100 Mbit/s"."""
     bits = 8 * bandwidth
     unit = next((name for name in ("Gbit", "Mbit") if bits >= UNITS[name]), "Kbit")
     return f"{bits / UNITS[unit]:.3g} {unit}/s"

@@ -11,7 +11,7 @@ from minidist.observe.plots import save_picture
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    """Time to the target over bandwidth and loss over steps; or with --advise speed-ups. Raises
+    """Draw time to the target over bandwidth, and loss over steps; with --advise speed-ups. Raises
     OSError."""
     if result["advise"]:
         _draw_advice(path, result)
@@ -57,7 +57,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
 
 
 def _draw_advice(path: Path, result: dict[str, Any]) -> None:
-    """A panel a number of ranks: how many times faster than plain buckets, predicted (lines) and
+    """Draw one panel per number of ranks: speed relative to plain buckets, predicted (lines) and
     measured (points)."""
     figure = new_figure(1.8 + 4.6 * len(result["advice"]), 4.4)
     panels = figure.subplots(1, len(result["advice"]), sharey=True, squeeze=False)[0]
@@ -103,7 +103,7 @@ def _style(way: str, index: int) -> dict[str, Any]:
 
 
 def _logarithmic(panel: Any, unit: str) -> None:
-    """The upright axis, with readable numbers."""
+    """Set a logarithmic vertical axis with readable numbers."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     panel.set_yscale("log")
@@ -113,7 +113,7 @@ def _logarithmic(panel: Any, unit: str) -> None:
 
 
 def _over_bandwidth(panel: Any, bandwidths: list[float]) -> None:
-    """Bandwidths along a logarithmic axis."""
+    """Set a logarithmic horizontal axis with the bandwidths."""
     from matplotlib.ticker import NullLocator
 
     panel.set_xscale("log")

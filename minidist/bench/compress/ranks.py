@@ -1,9 +1,8 @@
-"""The ranks' side of `minidist bench compress`: one job, whose link takes another speed when it is
-told to.
+"""The ranks' side of `minidist bench compress`: one job whose link changes its speed on request.
 
-open    a training of one way begins, with its warm-up where steps are only timed
-steps   it goes on for so many steps, over a link of α and β
-loss    of the validation text, or of some rows of it
+open    begin a training of one way, with its warm-up if steps are only timed
+steps   continue it for a number of steps, over a link of α and β
+loss    return the loss on the validation text, or on some of its rows
 """
 
 import time
@@ -27,7 +26,8 @@ SEED = 0
 
 
 class Moments(Silent):
-    """When each bucket was handed to its scheme: time.perf_counter() seconds."""
+    """A recorder of the moments when buckets are passed to their scheme: time.perf_counter()
+    seconds."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -37,13 +37,13 @@ class Moments(Silent):
 
 
 class Training:
-    """A training over a link whose speed changes. Every rank of the group makes one and asks it the
-    same.
+    """A training over a link whose speed changes. Every rank of the group makes one, and all make
+    the same calls.
 
-    Args:    group: over throttled links; model: its batch is that of a rank; steps: of the whole
+    Args:    group: over throttled links; model: its batch is per rank; steps: of the whole
              training.
-             lr: the peak of a cosine; source: of the text; rows: of the validation text for a loss
-             by the way, evenly spread.
+             lr: the peak of a cosine schedule; source: of the text; rows: number of validation
+             rows, evenly spread, for a loss during training.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Training:
         self.trainer: Trainer | None = None
 
     def answer(self, what: str, **options: Any) -> Any:
-        """What the main process asks."""
+        """Answer a question of the main process."""
         does: dict[str, Callable[..., Any]] = {
             "open": self.open,
             "steps": self.run,
@@ -103,8 +103,8 @@ class Training:
         return {"parameters": sum(p.size for p in self.trainer.model.parameters())}
 
     def run(self, steps: int, alpha: float = 0.0, beta: float = 0.0) -> dict[str, Any]:
-        """Make steps over a link of α and β. Returns: seconds of each, what was sent, when buckets
-        were ready."""
+        """Make steps over a link of α and β. Returns: seconds of each step, bytes and messages
+        sent, moments and sizes of buckets."""
         self._set_link(alpha, beta)
         before = self._sent()
         messages = self._messages()
@@ -126,8 +126,8 @@ class Training:
         }
 
     def loss(self, whole: bool = False) -> float:
-        """The mean loss of a token of some rows of the validation text, or of all; over a link that
-        takes no time."""
+        """Return the mean loss per token on some rows of the validation text, or on all; over a
+        link of no time."""
         assert self.trainer is not None
         self._set_link(0.0, 0.0)
         return self.trainer.evaluate([self.validation[whole]])
@@ -139,7 +139,7 @@ class Training:
             self.trainer = None
 
     def _rows(self, inputs: Array, targets: Array, stride: int) -> Batch:
-        """Every `stride`-th row, as many as divide among the ranks."""
+        """Return every `stride`-th row; their number is a multiple of the ranks."""
         inputs = inputs[::stride]
         targets = targets[::stride]
         count = len(inputs) // self.group.size * self.group.size
@@ -163,7 +163,8 @@ class Training:
         return seconds
 
     def _set_link(self, alpha: float, beta: float) -> None:
-        """All ranks meet, so that no message of the old speed is on its way."""
+        """Set the link's speed; barriers make sure that no message of the old speed is in
+        flight."""
         self.group.barrier()
         self.link.alpha = alpha
         self.link.beta = beta
@@ -177,12 +178,12 @@ class Training:
 
 
 def _of_step(counts: dict[str, dict[str, int]]) -> int:
-    """All that a rank sends in steps, without scalars."""
+    """Return the sum over all axes and verbs, without scalars (axis control)."""
     return sum(sum(verbs.values()) for axis, verbs in counts.items() if axis != "control")
 
 
 def add_options(parser: Any) -> None:
-    """What a rank is told of the training."""
+    """Add the options of the training to a rank's parser."""
     for name, kind in (("steps", int), ("lr", float), ("data", str), ("transport", str)):
         parser.add_argument(f"--{name}", type=kind, required=True)
     Model.add_options(parser)

@@ -12,7 +12,7 @@ from minidist.console import size_text
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Times to the target, or the advice."""
+    """Print the times to the target, or the advice."""
     if result["advise"]:
         for each in result["advice"]:
             _show_advice(each, result, console)
@@ -24,8 +24,8 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def _show_times(result: dict[str, Any], console: Console) -> None:
-    """A row for each way: its last loss, its bytes, and over each link the time to the target, and
-    a step of it."""
+    """Print a row per way: its last loss, its bytes, and over each link the time to the target and
+    the time of a step."""
     table = new_table(
         f"seconds until the validation loss is {result['target']:.4f} (ms a step), "
         f"{result['ranks']} ranks, {result['parameters'] / 1e6:.2f} million parameters: "
@@ -70,14 +70,14 @@ def _show_times(result: dict[str, Any], console: Console) -> None:
 
 
 def beside_plain(row: dict[str, Any]) -> str:
-    """How far the last loss is above that of `none`; the adaptive ratio's trainings end at the
-    target."""
+    """Return how far the last loss is above that of `none`; trainings with the adaptive ratio end
+    at the target."""
     return "at the target" if row["above_plain"] is None else f"{row['above_plain']:+.1%}"
 
 
 def _show_advice(each: dict[str, Any], result: dict[str, Any], console: Console) -> None:
-    """A row for each scheme: predicted times faster than plain buckets, measured ones beside them,
-    and break-evens."""
+    """Print a row per scheme: speed relative to plain buckets, predicted and measured, and
+    break-evens."""
     checked = each["score"][1] > 0 or any(
         cell["measured"] for row in each["rows"] for cell in row["cells"]
     )
@@ -130,7 +130,7 @@ def _cell(cell: dict[str, Any]) -> str:
 
 
 def _show_claims(claims: dict[str, Any], result: dict[str, Any], console: Console) -> None:
-    """A row for each length of the warm-up."""
+    """Print a row per length of the warm-up."""
     table = new_table(
         f"1-bit Adam, {claims['ranks']} ranks, by the model: times fewer bytes (the notes: 5), "
         "times sooner (3.5)",

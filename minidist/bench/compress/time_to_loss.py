@@ -1,17 +1,16 @@
-"""The time until a training reaches a loss, by scheme and bandwidth, without training it over each
+"""The time until a training reaches a loss, by scheme and bandwidth, without a training over each
 link.
 
-    curve       each way is trained once over a link that takes no time: the link changes no number
-                of a training
-    steps       until the loss of some rows of the validation text first is at most the target, in
-                steps of `every`
-    last loss   of the whole validation text, of which the rows of a curve are a third, evenly
-                spread
-    step        measured over each link, the median; of local steps the mean over a period
+    curve       each way is trained once over a link of no time: the link changes no number of a
+                training
+    steps       until the loss on some rows of the validation text is first at most the target, in
+                units of `every` steps
+    last loss   on the whole validation text; the rows of a curve are a third of it, evenly spread
+    step        measured over each link, the median; for local steps the mean over a period
     time        steps × step; 1-bit Adam's warm-up counts as steps of `none`
 
-Two cells are run to their end over their link. The adaptive ratio follows its link, so each of its
-cells is.
+Two cells are run to their end over their link. The adaptive ratio depends on its link, so each of
+its cells is run.
 """
 
 import statistics
@@ -23,35 +22,35 @@ from minidist.bench.compress.kept import KeptMeasurements
 from minidist.bench.compress.links import bandwidth_text
 from minidist.bench.compress.ways import PLAIN, SendingWay
 
-SLACK = 0.015  # the target: so much above the last loss of `none`
-LONG = 2.0  # seconds: a step over a link that takes longer is measured once a round
-TIMES = 5  # a shorter one so often
-SLICE = 60.0  # seconds that one question to the ranks may take, about
+SLACK = 0.015  # the target is this share above the last loss of `none`
+LONG = 2.0  # seconds: a longer step over a link is measured once per round
+TIMES = 5  # a shorter step is measured this number of times
+SLICE = 60.0  # about the largest seconds of one question to the ranks
 Curve = list[tuple[int, float]]
 
 
 class RankJob(Protocol):
-    """Asks all ranks the same (bench/jobs.py)."""
+    """A job that asks all its ranks the same question (bench/jobs.py)."""
 
     def ask(self, **question: Any) -> list[Any]:
-        """The answers of all ranks, in rank order."""
+        """Return the answers of all ranks, in rank order."""
         ...
 
 
 class Links(NamedTuple):
-    """The links of a bench: latency in seconds, bandwidths in bytes a second."""
+    """The links of a bench: latency in seconds, bandwidths in bytes per second."""
 
     alpha: float
     bandwidths: Sequence[float]
 
 
 def steps_to(curve: Curve, target: float) -> int | None:
-    """The first step after which the loss is at most the target; None: it never is."""
+    """Return the first step after which the loss is at most the target; None if there is none."""
     return next((step for step, loss in curve if loss <= target), None)
 
 
 def slowest(answers: list[dict[str, Any]]) -> list[float]:
-    """Seconds of each step, on the rank that took longest."""
+    """Return the seconds of each step on its slowest rank."""
     return [max(row) for row in zip(*(answer["seconds"] for answer in answers), strict=True)]
 
 
@@ -66,12 +65,11 @@ def train(
     until: float | None = None,
     progress: Callable[[str], None],
 ) -> tuple[Curve, float, int, float]:
-    """Train `way` from its begin.
+    """Train `way` from the start.
 
     Args:    until: stop when the loss is at most this.
-    Returns: the curve, of some rows of the validation text; the seconds of its steps; the bytes
-    that rank 0 has sent;
-             the last loss of the whole validation text.
+    Returns: the curve, on some rows of the validation text; the seconds of its steps; the bytes
+             that rank 0 has sent; the last loss on the whole validation text.
     """
     ranks.ask(what="open", way=way.text)
     curve: Curve = []
@@ -102,10 +100,10 @@ def time_steps(
     times: list[list[float]],
     progress: Callable[[str], None],
 ) -> None:
-    """A turn of one way: seconds of a step over each link, added to `times`, a list for each
+    """Measure a turn of one way: add the seconds of a step over each link to `times`, one list per
     bandwidth.
 
-    Each link sees the same steps of the training, because some schemes send less in later ones
+    The same steps of the training run over each link, because some schemes send less in later steps
     (threshold, predict).
     """
     for bandwidth, found in zip(links.bandwidths, times, strict=True):
@@ -133,9 +131,9 @@ def turn(
     kept: KeptMeasurements,
     job: str = "",
 ) -> list[list[float]]:
-    """A turn of one way, measured or kept: seconds of its steps over each link.
+    """Return a turn of one way, measured or kept: seconds of its steps over each link.
 
-    Args:    number: of the round, and of all rounds; job: of the ranks, in the kept names.
+    Args:    number: (the round, number of rounds); job: name of the ranks in the kept names.
     """
 
     def measured() -> list[list[float]]:
@@ -155,7 +153,7 @@ def median_steps(
     progress: Callable[[str], None],
     kept: KeptMeasurements,
 ) -> dict[str, list[float]]:
-    """The median step of each way over each link; ways take turns."""
+    """Return the median step of each way over each link; ways take turns."""
     times: dict[str, list[list[float]]] = {way.text: [[] for _ in links.bandwidths] for way in ways}
     for number in range(1, rounds + 1):
         for way in ways:
@@ -166,7 +164,7 @@ def median_steps(
 
 
 def after(words: str, progress: Callable[[str], None]) -> Callable[[str], None]:
-    """`progress`, each line of which begins with these words."""
+    """Return `progress` with these words before each line."""
     return lambda line: progress(f"{words}: {line}")
 
 
@@ -184,12 +182,12 @@ def measure(
     keep: Callable[[str], None],
     kept: KeptMeasurements,
 ) -> dict[str, Any]:
-    """Curves, times of steps, times to the target, and the cells that were run to their end.
+    """Return curves, times of steps, times to the target, and the cells that were run to their end.
 
     Args:    ways: the first is `none`; target: a loss, or None for SLACK above the last of `none`.
              through: the bandwidth at which the best way is run to its end; `none` is at the
              highest.
-             kept: what was measured before.
+             kept: earlier measurements.
     """
     curves = {}
     sent = {}
@@ -238,7 +236,7 @@ def _row(
     links: Links,
     goal: float,
 ) -> dict[str, Any]:
-    """One way: what it costs over each link until the target is reached."""
+    """Return the row of one way: steps and seconds until the target, over each link."""
     steps = steps_to(curve, goal)
     cells = []
     for bandwidth, step, plain_step in zip(
@@ -261,8 +259,8 @@ def _run_adaptive(
     progress: Callable[[str], None],
     kept: KeptMeasurements,
 ) -> dict[str, Any]:
-    """The adaptive ratio, trained over each link until the target is reached; loss and curve: of
-    the last link."""
+    """Return the row of the adaptive ratio, trained over each link until the target; loss and curve
+    are of the last link."""
     cells = []
     curve = Curve()
     nbytes = 0
@@ -303,7 +301,7 @@ def _run_adaptive(
 
 
 def best(rows: Sequence[dict[str, Any]], index: int) -> dict[str, Any] | None:
-    """The row that reaches the target soonest over a link; None: none does."""
+    """Return the row that reaches the target first over a link; None if none does."""
     there = [row for row in rows if row["cells"][index]["seconds"] is not None]
     return min(there, key=lambda row: row["cells"][index]["seconds"], default=None)
 
@@ -311,8 +309,8 @@ def best(rows: Sequence[dict[str, Any]], index: int) -> dict[str, Any] | None:
 def _cells(
     ways: Sequence[SendingWay], rows: list[dict[str, Any]], links: Links, through: float
 ) -> list[tuple[SendingWay, float]]:
-    """The cells to run to their end: `none` over the fastest link, and the best other way over the
-    given one."""
+    """Return the cells to run to their end: `none` over the fastest link, and the best other way
+    over the link nearest to `through`."""
     here = {way.text: way for way in ways}
     nearest = min(
         range(len(links.bandwidths)), key=lambda index: abs(links.bandwidths[index] - through)
@@ -333,7 +331,7 @@ def _run_through(
     progress: Callable[[str], None],
     kept: KeptMeasurements,
 ) -> dict[str, Any]:
-    """Train over the link, for as many steps as the curve needs to the target."""
+    """Train over the link for the number of steps that the curve needs to reach the target."""
     row = next(row for row in rows if row["way"] == way.text)
     cell = next(cell for cell in row["cells"] if cell["bandwidth"] == bandwidth)
     told = {

@@ -1,4 +1,4 @@
-"""The ways of `minidist bench compress`: a scheme of chapter 21 by its text, or local steps.
+"""The ways of `minidist bench compress`: a scheme of chapter 21 from its text, or local steps.
 
 none   top-k:density=0.01   1-bit:warmup=100   local-steps:every=25,fragments=5,delay=2,compress=4bit
 """
@@ -25,22 +25,22 @@ OPTIONS: dict[str, tuple[str, type]] = {
     "compress": ("outer_compress", str),
     "rate": ("rate", float),
 }
-"""Of local steps: the option of a way -> the attribute of Plan, and its type; rate is SendingWay's
-own."""
+"""Options of local steps: {option of a way: (attribute of Plan, type)}; only rate is
+SendingWay's."""
 
-# 1-bit Adam's warm-up, where a way does not name it: a fifth of the steps, as in the paper
+# 1-bit Adam's default warm-up: a fifth of the steps, as in the paper
 WARMUP_SHARE = 5
 
 
 @dataclass(frozen=True)
 class SendingWay:
-    """One way of sending gradients.
+    """A way of sending gradients.
 
     Attributes: text: as written; period: steps after which the times of steps repeat (local steps:
-    H)
-                warmup: of 1-bit Adam: so many steps take as long as those of `none`
-                rate: the learning rate, as a multiple of the others': a rank that trains alone has
-                a smaller batch, so its Adam divides by a larger sqrt(v)
+                H)
+                warmup: 1-bit Adam's number of first steps, which take as long as those of `none`
+                rate: the learning rate, as a multiple of the others': with local steps a rank has a
+                smaller batch, so its Adam divides by a larger sqrt(v)
     """
 
     text: str
@@ -55,12 +55,12 @@ class SendingWay:
 
     @property
     def follows_link(self) -> bool:
-        """Whether the losses depend on the link, so that a curve of another link says nothing."""
+        """True if the losses depend on the link, so that a curve of another link is not valid."""
         return self.name == "adaptive"
 
     def plan(self, ranks: int) -> Plan:
-        """The plan of a job that trains this way. Raises: PlanError, ConfigError for what cannot
-        work."""
+        """Return the plan of a job that trains this way. Raises: PlanError, ConfigError for options
+        that cannot work."""
         if self.name != LOCAL_STEPS:
             return Plan(dp=ranks, compress=self.text)
         options = {"outer": "nesterov", "local_steps": self.period, **_local_options(self.text)}
@@ -68,18 +68,18 @@ class SendingWay:
         return Plan(dp=ranks, **options)
 
     def timed(self) -> "SendingWay":
-        """The same after its warm-up, for the time of a step."""
+        """Return the same way after its warm-up, for the time of a step."""
         return replace(self, text="1-bit:warmup=1") if self.warmup else self
 
     def seconds(self, steps: float, step: float, plain_step: float) -> float:
-        """Seconds of the first `steps` steps. Args: step: of one after the warm-up; plain_step: of
-        `none`."""
+        """Return the seconds of the first `steps` steps. Args: step: seconds of a step after the
+        warm-up; plain_step: of `none`."""
         warm = min(self.warmup, steps)
         return warm * plain_step + (steps - warm) * step
 
 
 def way_of(text: str, steps: int) -> SendingWay:
-    """The way that a text says, for a training of so many steps.
+    """Return the way from its text, for a training of `steps` steps.
 
     Raises:  ConfigError for another name or option.
     """
@@ -91,7 +91,7 @@ def way_of(text: str, steps: int) -> SendingWay:
             raise ConfigError(
                 f"{text!r}: rate={way.rate:g}; choose a factor of the learning rate above 0"
             )
-        way.plan(2)  # refuses what does not go together
+        way.plan(2)  # raises for options that contradict each other
         return way
     if name == "1-bit":
         text = (
@@ -106,7 +106,7 @@ def way_of(text: str, steps: int) -> SendingWay:
 
 
 def _local_options(text: str) -> dict[str, Any]:
-    """ "local-steps:every=25,lr=0.7" -> the attributes of Plan that it names."""
+    """Return the attributes of Plan that a text names: "local-steps:every=25,lr=0.7"."""
     options = {}
     for word in filter(None, text.partition(":")[2].split(",")):
         option, _, value = word.partition("=")
@@ -122,8 +122,8 @@ def _local_options(text: str) -> dict[str, Any]:
 
 
 def split_ways(text: str) -> list[str]:
-    """'none,top-k:density=0.01,momentum=0.5,sign' -> the text of each way: a word with = but
-    without : is an option."""
+    """Return the text of each way of 'none,top-k:density=0.01,momentum=0.5,sign'; a word with = but
+    without : is an option of the way before it."""
     words: list[str] = []
     for word in text.split(","):
         if words and "=" in word and ":" not in word:

@@ -1,2 +1,2 @@
-"""`minidist bench kernels`: each rung of each CUDA kernel, timed on a GPU or counted on the CPU
-build."""
+"""`minidist bench kernels`: each rung (version) of each CUDA kernel, timed on a GPU or counted on
+the CPU build."""

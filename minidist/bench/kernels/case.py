@@ -1,11 +1,12 @@
-"""A case of `minidist bench kernels`: one kernel at one size, its rungs, their right results and
-least bytes.
+"""A case of `minidist bench kernels`: one kernel at one size, its rungs (versions), their right
+results and least bytes.
 
     inputs = case.draw(model, Draw(seed, "bfloat16"))           # on the host
-    work = case.build({name: on the device}, version)           # the function that is timed
-    wrong = error(case, inputs, work(), sample)                 # checked before
+    work = case.build(place(inputs, device), version)           # the function that is timed
+    rows = sample(case, inputs, rng)                            # checked before it is timed:
+    wrong = error(case, inputs, rows, case.want(inputs, rows), work())
 
-The tables of cases stand in row_cases.py, flat_cases.py and product_cases.py.
+The tables of cases are in row_cases.py, flat_cases.py and product_cases.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,22 +25,22 @@ COMPILED = "torch.compile"
 # ceilings of a case: bandwidth of a copy, rate of matrix products
 COPY = "copy"
 MATRIX = "matrix"
-FLASH = 0.5  # the aim of attention: this share of PyTorch's flash attention's speed
+FLASH = 0.5  # the aim of attention: this share of the speed of PyTorch's flash attention
 COPY_SHARE = 0.85  # the aim of all other kernels: this share of the copy bandwidth
 _BLOCK = 1 << 24  # numbers drawn at once
 
-# Error of rounding once, over the largest number; for float32 the error of a sum of ten thousand
-# numbers in a row.
+# Error of one rounding, relative to the largest number; for float32 the error of a sum of ten
+# thousand numbers in a row.
 ROUNDING = {"float32": 2e-5, "float16": 5e-4, "bfloat16": 4e-3}
 
 Inputs = dict[str, Any]
-"""By name: arrays, or lists of them."""
+"""{name: array, or list of arrays}"""
 
 Outputs = tuple[Array, ...]
 
 
 def every(values: Iterable[Any]) -> Iterator[Array]:
-    """All arrays among values and in lists among them."""
+    """Yield all arrays among values, also those in lists."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from every(value)
@@ -48,7 +49,8 @@ def every(values: Iterable[Any]) -> Iterator[Array]:
 
 
 def once(inputs: Inputs, outputs: Outputs) -> int:
-    """Bytes of all inputs and outputs: the least that a kernel moves if its inputs fit no cache."""
+    """Return the bytes of all inputs and outputs: the least that a kernel moves if no input is in a
+    cache."""
     return sum(array.nbytes for array in every([*inputs.values(), *outputs]))
 
 
@@ -58,7 +60,7 @@ def _first(inputs: Inputs) -> Any:
 
 @dataclass(frozen=True)
 class KernelCase:
-    """One kernel at one size.
+    """A kernel at one size.
 
     Attributes: name, family     "softmax_gradient", of kernels/softmax.py
                 versions         its rungs, from naive to fast
@@ -67,11 +69,11 @@ class KernelCase:
                                  any device
                 want             want(inputs, rows) -> the right outputs in float64 or integers,
                                  whole or only `rows`
-                operations       operations(inputs): arithmetic operations, as the kernel's header
-                                 states them
+                operations       operations(inputs): number of arithmetic operations, by the
+                                 kernel's header
                 moved            moved(inputs, outputs): the least bytes
-                rows             rows(inputs): number of parts of an output that can be checked one
-                                 by one
+                rows             rows(inputs): number of parts of an output that can be checked
+                                 separately
                 held             its ceiling, COPY or MATRIX
                 flash            whether it has attention's aim, FLASH
                 float32          versions that take only float32
@@ -97,19 +99,19 @@ class KernelCase:
     slack: float = 1.0
 
     def kind(self, version: int, kind: str) -> str:
-        """The dtype of a version in a bench of `kind`."""
+        """Return the dtype of a version in a bench of `kind`."""
         return "float32" if version in self.float32 else kind
 
 
 class Draw:
-    """Fresh random inputs. Args: seed; kind: dtype of the arrays that state none."""
+    """A source of random inputs. Args: seed; kind: default dtype."""
 
     def __init__(self, seed: int, kind: str) -> None:
         self.rng = np.random.default_rng(seed)
         self.kind = kind
 
     def normal(self, *shape: int, kind: str | None = None, scale: float = 1.0) -> np.ndarray:
-        """Normal numbers of deviation `scale`."""
+        """Return normal numbers of standard deviation `scale`."""
         array = np.empty(shape, backend.dtype(kind or self.kind))
         flat = array.reshape(-1)
         for start in range(0, flat.size, _BLOCK):
@@ -118,17 +120,17 @@ class Draw:
         return array
 
     def integers(self, end: int, *shape: int) -> np.ndarray:
-        """Integers below `end`, int64."""
+        """Return integers from 0 to end - 1, int64."""
         return self.rng.integers(0, end, shape)
 
 
 def wide(array: np.ndarray) -> np.ndarray:
-    """In float64."""
+    """Return the array in float64."""
     return array.astype(np.float64)
 
 
 def place(inputs: Inputs, device: str) -> Inputs:
-    """The inputs on a device; on the host, copies, because some rungs overwrite their inputs."""
+    """Return the inputs on a device; on the host, copies, because some rungs overwrite inputs."""
 
     def there(value: Any) -> Any:
         if isinstance(value, list):
@@ -145,7 +147,7 @@ def place(inputs: Inputs, device: str) -> Inputs:
 
 
 def sample(case: KernelCase, inputs: Inputs, rng: np.random.Generator) -> np.ndarray:
-    """The rows that are checked, in order: the first, the last and some between."""
+    """Return the rows to check, in order: the first, the last and random rows between."""
     count = case.rows(inputs)
     if count <= case.sampled:
         return np.arange(count)
@@ -156,12 +158,11 @@ def sample(case: KernelCase, inputs: Inputs, rng: np.random.Generator) -> np.nda
 def error(
     case: KernelCase, inputs: Inputs, rows: np.ndarray, want: list[np.ndarray], outputs: Outputs
 ) -> float:
-    """The largest difference between outputs and `want` over the largest number in `want`, in
-    ROUNDINGs.
+    """Return the largest difference between outputs and `want` / the largest number in `want`, in
+    units of ROUNDING.
 
-    Returns: inf for a wrong integer, NaN, a wrong size, or a number that was never written (memory
-    holds bits of all
-             ones before the launch).
+    Returns: inf for a wrong integer, NaN, a wrong size, or a number that was never written (before
+             the launch all bits of the memory are ones).
     """
     if len(outputs) != len(want):
         return float("inf")
@@ -172,7 +173,7 @@ def error(
 
 
 def _error(got: np.ndarray, want: np.ndarray, rows: np.ndarray, count: int) -> float:
-    """The error of one output: of the whole if `want` is whole, else of those rows."""
+    """Return the error of one output: of the whole output if `want` is whole, else of the rows."""
     if _unwritten(got):
         return float("inf")
     if got.size != want.size and got.size * len(rows) == want.size * count:
@@ -189,8 +190,8 @@ def _error(got: np.ndarray, want: np.ndarray, rows: np.ndarray, count: int) -> f
 
 
 def _unwritten(array: np.ndarray) -> bool:
-    """Whether a floating-point number has all ones in its bits: a NaN, as memory held it before the
-    launch."""
+    """Return whether some floating-point number has only ones in its bits: the NaN that memory
+    holds before the launch."""
     if dtype_name(array.dtype) not in ROUNDING:
         return False
     bits: Any = np.uint32 if array.itemsize == 4 else np.uint16

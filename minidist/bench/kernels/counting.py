@@ -1,5 +1,5 @@
-"""`minidist bench kernels --count`: bytes that each rung of each kernel moves, counted on the CPU
-build without a GPU.
+"""`minidist bench kernels --count`: the bytes that each rung of each kernel moves, counted on the
+CPU build without a GPU.
 
 Sizes are small; the last dims, which decide the access pattern of a warp, are those of a model.
 Each result is compared with the NumPy reference, and the CPU build checks every access.
@@ -26,7 +26,8 @@ Progress = Callable[[str], None]
 
 
 def counted(names: Sequence[str], seed: int | None, progress: Progress) -> dict[str, Any]:
-    """The result for table and JSON. Raises: as count_all; ConfigError for an unknown name."""
+    """Return the result for table and JSON. Raises: as count_all; ConfigError for an unknown
+    name."""
     seed = time.time_ns() % 2**32 if seed is None else seed
     rows = count_all(chosen(names), seed=seed, progress=progress)
     return {
@@ -41,12 +42,12 @@ def counted(names: Sequence[str], seed: int | None, progress: Progress) -> dict[
 class KernelCount:
     """The traffic of one rung in all its launches, counted on the CPU build.
 
-    Attributes: least      bytes of inputs and outputs, each once: by formula
-                asked      bytes that threads loaded and stored, in global memory
-                sectors    of 32 bytes touched by the requests of warps, without caches; fetched:
-                           their bytes
-                needed     least / fetched; above 1 for small arrays, or for data in sectors fetched
-                           already
+    Attributes: least      bytes of inputs and outputs, each once, by formula
+                asked      bytes that threads loaded and stored in global memory
+                sectors    number of 32-byte sectors touched by the requests of warps, without
+                           caches; fetched: their bytes
+                needed     least / fetched; above 1 for small arrays, or for data in sectors that
+                           were fetched already
                 shared     bytes that threads loaded and stored in shared memory
                 error      as KernelRow's
     """
@@ -68,7 +69,7 @@ class KernelCount:
 
 
 def count_all(cases: list[KernelCase], *, seed: int, progress: Progress) -> list[KernelCount]:
-    """Every rung of the cases, at sizes of COUNTED.
+    """Count every rung of the cases, at the sizes of COUNTED.
 
     Raises: ConfigError without g++; KernelError if a kernel breaks a rule.
     """

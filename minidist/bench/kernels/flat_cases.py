@@ -1,5 +1,5 @@
-"""Cases of `minidist bench kernels` over all numbers of a model: the optimizer, the norm, casts,
-what travels."""
+"""Cases of `minidist bench kernels` over all numbers of a model: optimizer, norm, casts, and
+kernels for messages (ring addition, quantisation, selection)."""
 
 from typing import Any
 
@@ -11,32 +11,32 @@ from minidist.device.backend import Array
 from minidist.kernels import adam, casts, global_norm, quantise, ring_add, selection
 from minidist.nn import GPT
 
-ROW = 1024  # numbers that are looked at together; whole groups of every kind
+ROW = 1024  # numbers that are checked together; a multiple of every group size
 LR = 1e-3
 BETAS = (0.9, 0.999)
 DECAY = 0.1
 LIMIT = 1.0
-LOOKED_AT = 6  # tensors of adam: the tables and the first block's
-TAKEN = 100  # of so many numbers, one is selected
+LOOKED_AT = 6  # checked tensors of adam: the tables and the first block's
+TAKEN = 100  # one of this number of numbers is selected
 
 
 def shapes(model: Model) -> list[tuple[int, ...]]:
-    """Of the model's parameters; its output layer is the embedding's table."""
+    """Return the shapes of the model's parameters; its output layer is the embedding's table."""
     return [parameter.shape for parameter in GPT(model.config(tied=True)).parameters()]
 
 
 def _count(model: Model) -> int:
-    """Numbers of a model, in whole rows."""
+    """Return the number of rows of ROW numbers in a model."""
     return sum(int(np.prod(shape)) for shape in shapes(model)) // ROW
 
 
 def _flat(kind: str | None, name: str = "x") -> Any:
-    """One array with as many numbers as the model."""
+    """Return a draw function of one array with about as many numbers as the model."""
     return lambda model, draw: {name: draw.normal(_count(model), ROW, kind=kind)}
 
 
 def _activations(kind: str) -> Any:
-    """What comes out of an MLP's first linear, and a scale."""
+    """Return a draw function of the output of an MLP's first linear layer, and a scale."""
     return lambda model, draw: {
         "x": draw.normal(model.batch * model.context, 4 * model.width, kind=kind),
         "scale": np.array([16.0], np.float32),
@@ -51,7 +51,7 @@ def _gradients(model: Model, draw: Draw) -> Inputs:
 
 
 def _state(model: Model, draw: Draw) -> Inputs:
-    """Weights in float32, gradients and copies in the bench's dtype."""
+    """Return weights in float32, gradients and copies in the bench's dtype."""
     given = _gradients(model, draw)
     return {
         **given,
@@ -80,7 +80,7 @@ def _adam(i: Inputs, version: int) -> Any:
 
 
 def _adam_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
-    """The first update, from moments of zero."""
+    """Return the weights after the first update, from moments of zero."""
     norm = global_norm.global_norm_reference(i["gradients"])
     factor = min(1.0, LIMIT / (norm + 1e-6))
     weights = []
@@ -95,7 +95,7 @@ def _adam_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def _adam_moved(i: Inputs, outputs: Outputs) -> int:
-    """Master, m and v in and out, the gradient in, the copy out."""
+    """Return the least bytes: master, m and v in and out, the gradient in, the copy out."""
     return sum(24 * g.size + 2 * g.nbytes for g in i["gradients"])
 
 
@@ -103,7 +103,7 @@ def _numbers(i: Inputs) -> int:
     return sum(g.size for g in i["gradients"])
 
 
-# ------------------------------------------------------------------------------------- what travels
+# ------------------------------------------------------------------------------------- for messages
 
 
 def _fp8(i: Inputs, version: int) -> Any:
@@ -123,7 +123,7 @@ def _half_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def _adding(model: Model, draw: Draw) -> Inputs:
-    """Half of a model's numbers: a ring of two ranks."""
+    """Return half of a model's numbers twice: incoming and own, for a ring of two ranks."""
     rows = max(1, _count(model) // 2)
     return {"incoming": draw.normal(rows, ROW), "own": draw.normal(rows, ROW, kind="float32")}
 
@@ -139,7 +139,7 @@ def _ring_add(i: Inputs, version: int) -> Any:
 
 
 def _like(x: Array) -> Array:
-    """As x, all ones in the bits."""
+    """Return an array like x with all bits set."""
     y = x.copy()
     y.reshape(-1).view(np.uint8)[...] = 0xFF
     return y
@@ -188,7 +188,8 @@ def _signs_restored(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def _of_token(model: Model, draw: Draw) -> Inputs:
-    """As many numbers as a layer's activations: the reference sorts them."""
+    """Return as many numbers as a layer's activations; not more, because the reference sorts
+    them."""
     return {"x": draw.normal(model.batch * model.context, model.width, kind="float32")}
 
 
@@ -203,7 +204,8 @@ def _threshold_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def _six_reads(i: Inputs, outputs: Outputs) -> int:
-    """Radix selection reads x in four rounds, and twice more to gather."""
+    """Return the bytes of radix selection, which reads x in four rounds and twice more to
+    gather."""
     return 5 * int(i["x"].nbytes) + once(i, outputs)
 
 

@@ -1,10 +1,10 @@
-"""How `minidist bench kernels` times a GPU: events, caches emptied before each run, ceilings
-measured first.
+"""GPU timing of `minidist bench kernels`: events, caches emptied before each run, ceilings measured
+first.
 
-A launch takes the host longer than a short kernel takes the GPU; timed alone, the GPU would wait
-between the events. So the GPU first reads a buffer, long enough for the host to queue all work of a
-contender behind it. The buffer is four times as large as the second-level cache, so the reading
-also empties that cache.
+For a short kernel, the launch on the host takes longer than the kernel on the GPU; without other
+work the GPU would wait between the events. So the GPU first reads a buffer for long enough that the
+host can queue all work of a contender. The buffer is four times as large as the second-level cache,
+so reading it also empties this cache.
 """
 
 import math
@@ -22,13 +22,13 @@ import numpy as np
 from minidist.device.backend import Array, dtype, matmul, module_for
 from minidist.errors import DeviceError
 
-COPIED = 1 << 30  # bytes of the array that is copied to find the bandwidth
-SIDE = 8192  # of the matrices multiplied to find the rate
+COPIED = 1 << 30  # bytes of the array that is copied to measure the bandwidth
+SIDE = 8192  # side of the matrices that are multiplied to measure the rate
 DTYPES = ("bfloat16", "float32")
-READ_CACHES = 4  # bytes read before each run, in second-level caches
-WARM_UPS = 5  # runs before any is timed
-MOST_READINGS = 200  # of the buffer, before one run
-ROUNDS = 10  # a ceiling is the median of so many runs
+READ_CACHES = 4  # bytes read before each run, in units of the second-level cache
+WARM_UPS = 5  # runs before the first timed run
+MOST_READINGS = 200  # largest number of readings of the buffer before one run
+ROUNDS = 10  # a ceiling is the median of this number of runs
 
 Work = Callable[[], Any]
 
@@ -73,7 +73,7 @@ class CudaGpu:
         return partial(self._seconds, work, readings(max(queueing), reading))
 
     def _seconds(self, work: Work, times: int) -> float:
-        """Seconds of one run after `times` readings of the buffer."""
+        """Return the seconds of one run after `times` readings of the buffer."""
         for _ in range(times):
             self._buffer.sum()
         return self._between_events(work)
@@ -89,8 +89,7 @@ class CudaGpu:
 
     @contextmanager
     def poisoned(self) -> Iterator[None]:
-        """In the block, new arrays have all bits set, so that an element without a write is
-        found."""
+        """Set all bits of new arrays in the block, so that an element without a write is found."""
         pool = self.xp.get_default_memory_pool()
 
         def allocate(nbytes: int) -> Any:
@@ -108,8 +107,8 @@ class CudaGpu:
         self.xp.get_default_pinned_memory_pool().free_all_blocks()
 
     def ceilings(self, kinds: Sequence[str] = DTYPES) -> dict[str, Any]:
-        """Measured rates: "copy", bytes a second read and written; "matrix", cuBLAS's operations a
-        second by dtype."""
+        """Return measured rates: "copy": bytes per second, read and written; "matrix": cuBLAS's
+        operations per second by dtype."""
         from_, to = (self.xp.empty((COPIED // 4,), np.float32) for _ in range(2))
         from_[...] = 1.0
         copy = 2 * COPIED / self.median(lambda: to.data.copy_from_device_async(from_.data, COPIED))
@@ -127,12 +126,12 @@ class CudaGpu:
         return lambda: matmul(a, b)
 
     def median(self, work: Work) -> float:
-        """Median seconds of a run."""
+        """Return the median seconds of a run."""
         timer = self.timer(work)
         return statistics.median(timer() for _ in range(ROUNDS))
 
     def about(self) -> dict[str, Any]:
-        """Name, driver and versions of the GPU and its libraries."""
+        """Return name, driver and versions of the GPU and its libraries."""
         return {
             "name": self.properties["name"].decode(),
             "multiprocessors": self.properties["multiProcessorCount"],
@@ -143,13 +142,13 @@ class CudaGpu:
 
 
 def readings(queueing: float, reading: float) -> int:
-    """How often to read the buffer: for twice the time that the host takes to queue the work, and
-    at least once."""
+    """Return how many times to read the buffer: at least once, and for twice the time that the host
+    takes to queue the work, up to MOST_READINGS."""
     return min(MOST_READINGS, 1 + math.ceil(2 * queueing / reading)) if reading else MOST_READINGS
 
 
 def _without_advice(error: DeviceError) -> str:
-    """The message without its advice to choose another device."""
+    """Return the message without its advice to choose another device."""
     return (
         str(error)
         .removesuffix("choose --device cpu")
@@ -160,7 +159,7 @@ def _without_advice(error: DeviceError) -> str:
 
 
 def _driver() -> str:
-    """The driver's version, or "" without nvidia-smi."""
+    """Return the driver's version, or "" without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return ""
     told = subprocess.run(
@@ -175,7 +174,8 @@ def _driver() -> str:
 
 
 def as_torch(torch: Any, array: Array) -> Any:
-    """PyTorch's tensor over the same memory; bfloat16 goes as int16, which CuPy can pass."""
+    """Return PyTorch's tensor over the same memory; bfloat16 is passed as int16, because CuPy can
+    pass this."""
     if array.dtype.name == "bfloat16":
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     if array.dtype == np.uint32:

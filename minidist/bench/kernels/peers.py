@@ -1,10 +1,10 @@
-"""What PyTorch has for each kernel of `minidist bench kernels`, as its users would write it, eager
-and compiled.
+"""PyTorch's counterpart of each kernel of `minidist bench kernels`, as its users would write it,
+eager and compiled.
 
-A peer is a function of (torch, tensors by name, wrap) that gives the work to time; `wrap` is
-torch.compile, or nothing. Gradients are PyTorch's own backward, of a forward that ran before.
-Attention's peer is the flash backend of scaled_dot_product_attention; of the block-sparse one, the
-same function with a mask.
+A peer is a function of (torch, tensors by name, wrap) that returns the work to time; `wrap` is
+torch.compile, or the identity. Gradients are PyTorch's own backward of a forward that ran before.
+Attention's peer is the flash backend of scaled_dot_product_attention; the peer of block-sparse
+attention is the same function with a mask.
 """
 
 import importlib
@@ -24,7 +24,7 @@ INSTALL = 'PyTorch was left out: it is not installed; pip install -e ".[bench]"'
 
 
 def find() -> tuple[Any, str]:
-    """torch and "", or None and why there is none that sees a GPU."""
+    """Return (torch, ""), or (None, the reason why PyTorch cannot use a GPU here)."""
     try:
         import torch  # noqa: PLC0415 - only where it is asked for: it takes seconds
     except ImportError:
@@ -37,14 +37,15 @@ def find() -> tuple[Any, str]:
 def peers_of(
     torch: Any, names: Sequence[str], case: KernelCase, inputs: Inputs
 ) -> tuple[dict[str, Work], list[str]]:
-    """timing.Peers: those named, EAGER and COMPILED, and a line for each that does not run.
+    """Return {name: work} of the named peers (EAGER, COMPILED), and a line for each that does not
+    run, as timing.Peers does.
 
-    PyTorch's errors are its own: whatever it raises says in one line why it was left out.
+    The first line of PyTorch's error is the reason why a peer was left out.
     """
     works: dict[str, Work] = {}
     left_out = []
     ways = {EAGER: lambda function: function, COMPILED: torch.compile}
-    torch.cuda.empty_cache()  # of the kernel before
+    torch.cuda.empty_cache()  # memory of the previous kernel
     for name in names:
         wrap = ways[name]
         torch.compiler.reset()  # else it gives up compiling after a few functions
@@ -68,7 +69,7 @@ def peers_of(
 
 
 def tensors(torch: Any, inputs: Inputs) -> Tensors:
-    """The same memory as PyTorch's tensors; what is no array stays."""
+    """Return the inputs as PyTorch's tensors over the same memory; other values stay."""
     return {
         name: [as_torch(torch, one) for one in value]
         if isinstance(value, list)
@@ -80,7 +81,7 @@ def tensors(torch: Any, inputs: Inputs) -> Tensors:
 
 
 def _call(function: Any, *names: str) -> Peer:
-    """A forward: function(torch, *those tensors)."""
+    """Return the peer of a forward: function(torch, *tensors of these names)."""
 
     def peer(torch: Any, t: Tensors, wrap: Any) -> Work:
         wrapped = wrap(lambda *given: function(torch, *given))
@@ -90,7 +91,8 @@ def _call(function: Any, *names: str) -> Peer:
 
 
 def _back(function: Any, *names: str, dy: str = "dy") -> Peer:
-    """The backward of a forward that ran before; `names`: what gradients are taken of."""
+    """Return the peer of a backward whose forward ran before; `names`: tensors that get
+    gradients."""
 
     def peer(torch: Any, t: Tensors, wrap: Any) -> Work:
         config: Any = importlib.import_module("torch._functorch.config")
@@ -104,7 +106,7 @@ def _back(function: Any, *names: str, dy: str = "dy") -> Peer:
 
 
 def _cross_entropy(torch: Any, t: Tensors, wrap: Any) -> Work:
-    """Forward and backward, as ours does both."""
+    """Return the work of forward and backward; our kernel does both, too."""
     logits = t["logits"].detach().requires_grad_()
     loss = wrap(lambda x, targets: torch.nn.functional.cross_entropy(x, targets))
 
@@ -122,8 +124,8 @@ def _embedding(torch: Any, t: Tensors, wrap: Any) -> Work:
 
 
 def _adam(torch: Any, t: Tensors, wrap: Any) -> Work:
-    """AdamW's fused form, without clipping; weights and gradients in float32, as its users keep
-    them."""
+    """Return the work of fused AdamW without clipping; weights and gradients are in float32, as its
+    users keep them."""
     weights = [master.clone().requires_grad_() for master in t["masters"]]
     for weight, gradient in zip(weights, t["gradients"], strict=True):
         weight.grad = gradient.float()
@@ -217,7 +219,7 @@ def _threshold(torch: Any, x: Any) -> Any:
 
 
 def _rows_of(torch: Any, chosen: Any) -> Any:
-    """Each row's token, as ops.experts.place_rows sorts them."""
+    """Return each row's token, in the order of ops.experts.place_rows."""
     return torch.div(
         chosen.reshape(-1).argsort(stable=True), chosen.shape[1], rounding_mode="floor"
     )
@@ -254,7 +256,8 @@ def _from_experts_back(torch: Any, t: Tensors, wrap: Any) -> Work:
 
 
 def _flash(peer: Peer) -> Peer:
-    """With PyTorch's flash attention and no other, forward and (where it is timed) backward."""
+    """Return the peer with only PyTorch's flash attention allowed, in forward and in a timed
+    backward."""
 
     def flash(torch: Any, t: Tensors, wrap: Any) -> Work:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
@@ -270,7 +273,8 @@ def _flash(peer: Peer) -> Peer:
 
 
 def _float8_product(torch: Any, t: Tensors, wrap: Any) -> Work:
-    """PyTorch's product wants b by columns: it is laid out so before the time is taken."""
+    """Return the work of PyTorch's product, which needs b by columns: the layout is changed before
+    timing."""
     a = t["a"].view(torch.float8_e4m3fn)
     b = t["b"].t().contiguous().view(torch.float8_e4m3fn).t()
     wrapped = wrap(lambda a, b, *scales: torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16))

@@ -1,6 +1,6 @@
-"""Pictures of `minidist bench kernels`: fractions of a copy and rungs under a measured roofline;
-or, without a GPU, the needed share of the bytes that each rung fetches. matplotlib is loaded on
-first use."""
+"""Pictures of `minidist bench kernels`: fractions of a copy's bandwidth, and rungs under a measured
+roofline; or, without a GPU, the needed share of the bytes that each rung fetches. matplotlib is
+loaded on first use."""
 
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ def draw_kernels(path: Path, result: dict[str, Any]) -> None:
 
 
 def _draw_times(path: Path, result: dict[str, Any]) -> None:
-    """Contenders of the kernels that move bytes, as fractions of a copy, where there are any; all
-    under the roofs."""
+    """Draw the contenders of kernels that move bytes, if any, as fractions of a copy, and all
+    contenders under the roofs."""
     rows = [row for row in result["rows"] if row["seconds"]]
     moving = [row for row in rows if row["held"] == "copy"]
     kernels = list(dict.fromkeys(row["kernel"] for row in moving))
@@ -45,8 +45,7 @@ def _draw_times(path: Path, result: dict[str, Any]) -> None:
 def _fractions(
     ax: Any, moving: list[dict[str, Any]], kernels: list[str], rows: list[dict[str, Any]]
 ) -> None:
-    """Kernels down, and along each of them its contenders by their fraction of a copy's
-    bandwidth."""
+    """Draw one line per kernel, with its contenders by their fraction of a copy's bandwidth."""
     for row in moving:
         colour, marker = _look(row, rows)
         ax.plot(row["fraction"], kernels.index(row["kernel"]), marker, color=colour, markersize=7)
@@ -62,7 +61,7 @@ def _fractions(
 
 
 def _roofs(ax: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> None:
-    """Operations a second over operations a byte; the roofs as they were measured."""
+    """Draw operations per second over operations per byte, under the measured roofs."""
     copy = ceilings["copy"]
     intensities = [row["operations"] / row["bytes"] for row in rows]
     reach = [
@@ -125,7 +124,7 @@ def _roofs(ax: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> Non
 
 
 def _look(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, str]:
-    """Colour and marker: rungs from red (naive) to blue (the last)."""
+    """Return colour and marker: rungs from red (naive) to blue (the last)."""
     if row["contender"] in PEERS:
         return PEERS[row["contender"]]
     rungs = [
@@ -156,7 +155,7 @@ def _legend(ax: Any) -> None:
 
 
 def _draw_counts(path: Path, result: dict[str, Any]) -> None:
-    """For each rung of each kernel, the needed share of the fetched bytes."""
+    """Draw the needed share of the fetched bytes, for each rung of each kernel."""
     rows = result["counts"]
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     figure = new_figure(9.5, 1.6 + 0.3 * len(kernels))

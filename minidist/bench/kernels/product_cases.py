@@ -10,12 +10,12 @@ from minidist.bench.step.ranks import Model
 from minidist.kernels import attention, casts, matmul
 from minidist.kernels.matmul_float8 import E4M3, matmul_float8, matmul_float8_reference
 
-# where attention is sparse: blocks of 64 keys that a block of queries sees, its own the last
+# sparse attention: number of blocks of 64 keys that a block of queries sees; its own is the last
 BAND = 4
 
 
 def _matrices(model: Model, draw: Draw) -> Inputs:
-    """A layer's MLP: tokens times the first linear."""
+    """Return the operands of the first linear layer of an MLP: tokens and weights."""
     return {
         "a": draw.normal(model.batch * model.context, model.width),
         "b": draw.normal(model.width, 4 * model.width),
@@ -23,7 +23,7 @@ def _matrices(model: Model, draw: Draw) -> Inputs:
 
 
 def _bytes(model: Model, draw: Draw) -> Inputs:
-    """The same in fp8."""
+    """Return the same operands in fp8, with scales."""
     one = np.ones(1, np.float32)
     return {
         **{
@@ -65,7 +65,7 @@ def _back(i: Inputs, version: int) -> Any:
 
 
 def _some_heads(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
-    """Those heads, as one sequence's: (1, heads, T, D) in float64."""
+    """Return the chosen heads as those of one sequence: (1, heads, T, D) in float64."""
     return [
         wide(i[name].reshape(-1, *i[name].shape[2:])[rows])[None]
         for name in ("q", "k", "v", "dy")
@@ -84,13 +84,14 @@ def _back_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def pairs(i: Inputs) -> int:
-    """Pairs of a query and a key that it sees, over all heads."""
+    """Return the number of pairs of a query and a key that it sees, over all heads."""
     batch, heads, tokens, _ = i["q"].shape
     return int(batch * heads * attention.seen(tokens, tokens, True, i.get("blocks")).sum())
 
 
 def _operations(products: int) -> Any:
-    """`products` of width D, two operations each, for every pair that is seen."""
+    """Return a function of the operations: `products` of width D, two operations per number, for
+    every seen pair."""
     return lambda i: 2.0 * products * i["q"].shape[-1] * pairs(i)
 
 

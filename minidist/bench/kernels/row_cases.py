@@ -1,5 +1,5 @@
-"""Cases of `minidist bench kernels` that go row by row: softmax, loss, norms, activations, dropout,
-tables, experts."""
+"""Cases of `minidist bench kernels` that work row by row: softmax, loss, norms, activations,
+dropout, tables, experts."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ from minidist.kernels import (
     softmax,
 )
 
-# of the mixture that tokens are sent to
+# the mixture of experts to which tokens are sent
 EXPERTS = 8
 CHOICES = 2
-# of dropout, and the stream it draws from
+# dropout's rate, and the random stream that it draws from
 RATE = 0.1
 STREAM = ("bench", 1)
 
@@ -34,7 +34,7 @@ def _rows(model: Model) -> int:
 
 
 def _elements(name: str, times: float) -> Any:
-    """Operations: so many for each element of an input."""
+    """Return a function of the operations: `times` per element of an input."""
     return lambda i: times * i[name].size
 
 
@@ -94,7 +94,8 @@ def _rms_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def _with_dy(draw_inputs: Any, first: str) -> Any:
-    """The same inputs and the gradient of an output like `first`."""
+    """Return a draw function of the same inputs and the gradient of an output shaped like
+    `first`."""
 
     def drawn(model: Model, draw: Draw) -> Inputs:
         inputs = draw_inputs(model, draw)
@@ -170,7 +171,7 @@ def _turned(model: Model, draw: Draw) -> Inputs:
 
 
 def _embedded(model: Model, draw: Draw) -> Inputs:
-    """Tokens as text has them: few are frequent."""
+    """Return gradients and token ids distributed as in text: few tokens are frequent."""
     ids = (draw.rng.zipf(1.2, _rows(model)) - 1) % model.vocab
     return {
         "dy": draw.normal(_rows(model), model.width),
@@ -180,7 +181,8 @@ def _embedded(model: Model, draw: Draw) -> Inputs:
 
 
 def _sent(*names: str) -> Any:
-    """Tokens that each choose two experts; of their rows, there and back, those of these names."""
+    """Return a draw function of tokens that each choose two experts, with the arrays of these
+    names."""
 
     def drawn(model: Model, draw: Draw) -> Inputs:
         tokens = _rows(model)

@@ -14,8 +14,8 @@ def show_kernels(result: dict[str, Any], console: Console) -> None:
 
 
 def _show_times(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender: time, rate, fraction of the ceiling, beside eager, and the last
-    rung's verdict."""
+    """Print a row per contender: time, rate, fraction of the ceiling, speed relative to eager, and
+    the last rung's verdict."""
     gpu = result["gpu"]
     ceilings = result["ceilings"]
     table = new_table(
@@ -62,7 +62,7 @@ def _show_times(result: dict[str, Any], console: Console) -> None:
 
 
 def _figures(row: dict[str, Any]) -> list[str]:
-    """Time, rate, fraction under its ceiling's column, beside eager."""
+    """Return time, rate, fraction in its ceiling's column, speed relative to eager."""
     if row["seconds"] is None:
         return ["-"] * 5
     moves = row["held"] == COPY
@@ -83,7 +83,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
 
 
 def _show_counts(result: dict[str, Any], console: Console) -> None:
-    """A row for each rung: bytes by formula, asked for, fetched; the needed share; shared
+    """Print a row per rung: bytes by formula, asked for and fetched; the needed share; shared
     memory."""
     table = new_table(
         f"kernels, counted on the CPU build: {sizes(result)}",

@@ -1,22 +1,21 @@
-"""`minidist bench kernels`: each rung of each kernel beside PyTorch, as a fraction of what the GPU
-can do.
+"""`minidist bench kernels`: each rung of each kernel compared with PyTorch, and as a fraction of
+the GPU's measured rates.
 
     minidist bench kernels                          every kernel, at the sizes of a step of GPT-2
                                                     124M
-    minidist bench kernels softmax matmul           those of kernels/softmax.py and matmul.py
-    minidist bench kernels --count                  on a laptop: what each rung moves, counted on
-                                                    the CPU build
+    minidist bench kernels softmax matmul           kernels of kernels/softmax.py and matmul.py
+    minidist bench kernels --count                  on a laptop: the bytes that each rung moves,
+                                                    counted on the CPU build
 
 Kernels that move bytes are compared with the bandwidth of a large copy, products and attention with
-cuBLAS's rate, both measured in the same run. Inputs are drawn anew in each run. A rung is checked
-against its NumPy reference before it is timed, over memory with all bits set; a wrong one has no
-time. Contenders take turns in every round, each with empty caches, timed by CUDA events; the median
-counts.
+cuBLAS's rate; both rates are measured in the same run. Inputs are drawn again in each run. A rung
+is checked against its NumPy reference before it is timed, over memory with all bits set; a wrong
+rung gets no time. Contenders take turns in every round, each with empty caches, timed by CUDA
+events; the median counts.
 
-A fraction is the least bytes that the kernel's inputs and outputs are (or the operations of its
-header) over the time, over the ceiling. Aims, of each kernel's last rung: 85 % of the copy
-bandwidth and no slower than PyTorch eager; of attention half the speed of PyTorch's flash
-attention.
+A fraction is (least bytes of the kernel, or operations by its header) / time / ceiling. Aims for
+each kernel's last rung: 85 % of the copy bandwidth, and at least the speed of PyTorch eager; for
+attention half the speed of PyTorch's flash attention.
 """
 
 import statistics
@@ -59,15 +58,15 @@ Work = Callable[[], Any]
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One contender of one kernel.
+    """The result of one contender of one kernel.
 
     Attributes: contender    "v1", …, EAGER or COMPILED
-                seconds      median; None where the result is wrong
-                rate         bytes or operations a second
+                seconds      median; None if the result is wrong
+                rate         bytes or operations per second
                 fraction     of the ceiling: copy bandwidth, or the rate of matrix products
-                beside_eager PyTorch eager's seconds over these, where both are of one dtype
+                beside_eager PyTorch eager's seconds / these seconds, if both have the same dtype
                 error        largest difference from the reference, in roundings; None for a peer
-                verdict      of the last rung: "met", or what is missing
+                verdict      for the last rung: "met", or what is missing
     """
 
     kernel: str
@@ -86,7 +85,7 @@ class KernelRow:
 
 
 def chosen(names: Sequence[str]) -> list[KernelCase]:
-    """The cases of these kernels, or of modules of kernels/; all where none is named. Raises:
+    """Return the cases of these kernels or modules of kernels/; all cases if none is named. Raises:
     ConfigError."""
     families = list(dict.fromkeys(case.family for case in CASES))
     known = [*families, *(case.name for case in CASES)]
@@ -106,8 +105,8 @@ def measured(
     seed: int | None,
     progress: Progress,
 ) -> dict[str, Any]:
-    """The result for table and JSON. Raises: ConfigError for an unknown name; DeviceError without a
-    GPU."""
+    """Return the result for table and JSON. Raises: ConfigError for an unknown name; DeviceError
+    without a GPU."""
     cases = chosen(names)
     seed = time.time_ns() % 2**32 if seed is None else seed
     gpu = CudaGpu()
@@ -136,7 +135,7 @@ def measured(
 # ------------------------------------------------------------------------------------------- timing
 
 Peers = Callable[[KernelCase, Inputs], tuple[dict[str, Work], list[str]]]
-"""peers(case, inputs on the device) -> work by contender, and a line for each that was left out."""
+"""peers(case, inputs on the device) -> {contender: work}, and a line for each that was left out."""
 
 
 def measure_all(
@@ -152,7 +151,7 @@ def measure_all(
 ) -> tuple[list[KernelRow], list[str]]:
     """Measure every contender of every case.
 
-    Args:    ceilings: {"copy": bytes a second, "matrix": {dtype: operations a second}}.
+    Args:    ceilings: {"copy": bytes per second, "matrix": {dtype: operations per second}}.
     """
     rows: list[KernelRow] = []
     left_out: list[str] = []
@@ -174,7 +173,7 @@ def _measure(
     seed: int,
     progress: Progress,
 ) -> tuple[list[KernelRow], list[str]]:
-    """One case: in each dtype that its rungs need, draw, check, then time in turn."""
+    """Measure one case: for each dtype that its rungs need, draw, check, then time in turn."""
     rows: list[KernelRow] = []
     left_out = [f"{case.name} v{version}: {why}" for version, why in case.left_out.items()]
     versions = [version for version in case.versions if version not in case.left_out]
@@ -253,7 +252,7 @@ def _checked(
 def _take_turns(
     works: dict[str, Work], gpu: CudaGpu, rounds: int, progress: Progress
 ) -> dict[str, float]:
-    """Median seconds of each; every round runs each once."""
+    """Return {contender: median seconds}; every round runs each contender once."""
     timers = {}
     for name, work in works.items():
         progress(name)
@@ -263,7 +262,8 @@ def _take_turns(
 
 
 def timed(row: KernelRow, seconds: float | None, ceilings: dict[str, Any]) -> KernelRow:
-    """The row with its time, rate and fraction of the ceiling; unchanged if `seconds` is None."""
+    """Return the row with time, rate and fraction of the ceiling; unchanged if `seconds` is
+    None."""
     if seconds is None:
         return row
     work, ceiling = (
@@ -275,7 +275,7 @@ def timed(row: KernelRow, seconds: float | None, ceilings: dict[str, Any]) -> Ke
 
 
 def judged(rows: list[KernelRow], case: KernelCase) -> list[KernelRow]:
-    """Each row compared with PyTorch eager, and the last rung with its aim."""
+    """Return the rows, each compared with PyTorch eager, and the last rung with its aim."""
     eager = next((row for row in rows if row.contender == EAGER and row.seconds), None)
     last = f"v{case.versions[-1]}"
     done = []
@@ -290,8 +290,8 @@ def judged(rows: list[KernelRow], case: KernelCase) -> list[KernelRow]:
 
 
 def verdict(case: KernelCase, row: KernelRow, beside_eager: float | None) -> str:
-    """ "met", what is missing, or "" for a kernel without an aim (the ladder of the product,
-    attention's gradient)."""
+    """Return "met", what is missing, or "" for a kernel without an aim (the product, attention's
+    gradient)."""
     if row.error is not None and row.error > case.slack:
         return f"wrong: off by {row.error:.1f} roundings"
     if row.fraction is None or case.held != COPY and not case.flash:

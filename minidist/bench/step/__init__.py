@@ -1,1 +1,1 @@
-"""`minidist bench step`: a training step of ours beside PyTorch's."""
+"""`minidist bench step`: our training step compared with PyTorch's."""

@@ -1,6 +1,6 @@
-"""`minidist bench step`: reads its options, measures what they ask for, shows and draws it.
+"""`minidist bench step`: reads the options, measures a step, shows and draws the result.
 
-One step is measured in one of four ways, each with a table and a picture of its own:
+A step is measured in one of four ways, each with its own table and picture:
 
     --model, --device, --precision or --graph    one process on one device (device.py)
     --zero                                       each ZeRO stage (ranks.py)
@@ -31,11 +31,11 @@ Result = dict[str, Any]
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> Result:
-    """Measure what the options ask for. Raises: ConfigError for options that contradict each
-    other."""
+    """Measure a step by the options; return the result. Raises: ConfigError for options that
+    contradict each other."""
     named = MODELS[args.model] if args.model else Model()
     model = Model(**{name: getattr(args, name) or value for name, value in vars(named).items()})
-    require_memory(model, Plan(dp=1))  # a model that cannot be is refused before anything starts
+    require_memory(model, Plan(dp=1))  # refuse an impossible model before anything starts
     if args.model or args.device or args.precision or args.graph:
         return device.measure_asked(args, model, progress)
     plans = _plans(args, model)
@@ -76,8 +76,8 @@ def measure(args: argparse.Namespace, progress: Progress) -> Result:
 
 
 def require_memory(model: Model, plan: Plan) -> None:
-    """Raise MemoryLimitError if a step under the plan cannot fit here, ConfigError if there is no
-    such model."""
+    """Raise MemoryLimitError if a step with the plan cannot fit on this machine, ConfigError if
+    there is no such model."""
     needed = training_bytes(model.config(), plan, model.batch * plan.size)
     console.require_memory(
         f"a step of {plural(model.layers, 'layer')} of width {model.width} on "
@@ -88,7 +88,8 @@ def require_memory(model: Model, plan: Plan) -> None:
 
 
 def _plans(args: argparse.Namespace, model: Model) -> dict[str, Plan]:
-    """The plans asked for, by their axes, as far as they can be measured with this model."""
+    """Return {axes: plan} of the plans that the options ask for. Raises: ConfigError or
+    MemoryLimitError for a plan that cannot be measured."""
     plans = {}
     for axes in args.plan:
         plan = Plan.parse(axes)
@@ -116,17 +117,17 @@ def _plans(args: argparse.Namespace, model: Model) -> dict[str, Plan]:
 
 
 def show(result: Result, to: Console) -> None:
-    """Print the tables of what `measure` gave."""
+    """Print the tables of a result of `measure`."""
     _way(result).show(result, to)
 
 
 def draw(path: Path, result: Result) -> None:
-    """Draw what `measure` gave. Raises: OSError if `path` cannot be written."""
+    """Draw a result of `measure`. Raises: OSError if `path` cannot be written."""
     _way(result).draw(path, result)
 
 
 class _Way(NamedTuple):
-    """How one kind of measurement is shown."""
+    """The table and the picture of one kind of measurement."""
 
     show: Callable[[Result, Console], None]
     draw: Callable[[Path, Result], None]

@@ -1,16 +1,16 @@
 """`minidist bench step --model gpt2-124m --device cuda --precision bf16`: a training step of one
 process on one device.
 
-Beside ours: PyTorch eager, with flash attention where the precision has it, and torch.compile of
-the same model, as their users write it: autocast, float32 weights, AdamW (fused on a GPU),
-clipping. Contenders are processes of their own and take turns round by round; a turn is several
-steps, timed from first to last with the device idle before and after.
+Our step is compared with PyTorch eager (with flash attention if the precision has it) and with
+torch.compile of the same model, as their users write it: autocast, float32 weights, AdamW (fused on
+a GPU), clipping. Each contender is a separate process, and contenders take turns round by round; a
+turn is several steps, timed from first to last with the device idle before and after.
 
 The rate of matrix products and the bandwidth of a copy are measured first, on the same device.
-Utilisation is the model's operations (floor.py: products, and a causal attention's half of the
-scores) over the time, over that rate. The floor is the time of a step whose parts all run at these
-rates. Several ranks, ZeRO stages and plans are `bench step` without --device. With --graph our step
-has two rows, the second captured as one CUDA graph (cuda_graph.py).
+Utilisation is the model's operations (floor.py: products, and half of the scores for causal
+attention) / time / the rate of products. The floor is the time of a step whose parts all run at
+these rates. Several ranks, ZeRO stages and plans are measured by `bench step` without --device.
+With --graph our step has two rows, the second captured as one CUDA graph (cuda_graph.py).
 """
 
 import argparse
@@ -39,7 +39,7 @@ CEILINGS = "ceilings"
 CAPTURED = "minidist, one graph"
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 WARM_UP = 3  # steps before the first turn
-# of a CPU's ceilings: bytes, a matrix' side, runs
+# measurement of a CPU's ceilings: bytes, side of a matrix, runs
 COPIED = 64 << 20
 SIDE = 1024
 ROUNDS = 10
@@ -50,13 +50,13 @@ Turn = Callable[..., dict[str, Any]]
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """One contender.
+    """The result of one contender.
 
     Attributes: step_seconds    median over turns
-                utilisation     of the measured rate of matrix products
-                of_floor        the floor over the step: 1 if every part is at its ceiling
+                utilisation     share of the measured rate of matrix products
+                of_floor        floor / step: 1 if every part is at its ceiling
                 peak_bytes      cuda: bytes of the allocator; cpu: resident bytes above import
-                memory          ours: the account's peak by category
+                memory          for ours: the account's peak by category
     """
 
     name: str
@@ -70,7 +70,7 @@ class DeviceRow:
 
 def measure_asked(args: argparse.Namespace, model: Model, progress: Progress) -> dict[str, Any]:
     """Measure one process by the options of `minidist bench step`. Raises: ConfigError for options
-    of several ranks."""
+    for several ranks."""
     if (
         args.ranks not in (None, [1])
         or args.plan
@@ -109,7 +109,7 @@ def measure(
     *,
     graph: bool = False,
 ) -> dict[str, Any]:
-    """The result for table and JSON. Raises: DeviceError without that device."""
+    """Return the result for table and JSON. Raises: DeviceError without that device."""
     module_for(device)
     progress("the ceilings: a large copy, and matrix products")
     ceilings = ceilings_of(device, precision)
@@ -150,8 +150,8 @@ def measure(
 
 
 def ceilings_of(device: str, precision: str) -> dict[str, Any]:
-    """{"copy": bytes a second, "matrix": operations a second, "about": the GPU}, from a process
-    that then ends."""
+    """Return {"copy": bytes per second, "matrix": operations per second, "about": the GPU},
+    measured by a separate process."""
     job = _start(CEILINGS, Model(), device, precision)
     with closed_at_the_end([job]):
         found: dict[str, Any] = job.ask()[0]
@@ -159,7 +159,7 @@ def ceilings_of(device: str, precision: str) -> dict[str, Any]:
 
 
 def itemsize(precision: str) -> int:
-    """Bytes of an activation."""
+    """Return the bytes of an activation."""
     return 4 if precision == "fp32" else 2
 
 
@@ -176,8 +176,8 @@ def _start(name: str, model: Model, device: str, precision: str) -> Job:
 def _take_turns(
     jobs: list[Job], rounds: int, steps: int, progress: Progress
 ) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
-    """Each job's answers; every round asks each in turn. Returns also a line for each peer that
-    failed."""
+    """Return {job: answers} and a line for each peer that failed; every round asks each job in
+    turn."""
     turns: dict[str, list[dict[str, Any]]] = {job.name: [] for job in jobs}
     lost = []
     for round_number in range(rounds):
@@ -200,7 +200,7 @@ def row_of(
     parts: list[step_floor.FloorPart],
     ceilings: dict[str, float],
 ) -> DeviceRow:
-    """Medians and fractions of a contender's answers."""
+    """Return the row of a contender: medians and fractions of its answers."""
     seconds = statistics.median(turn["seconds"] for turn in turns)
     least = step_floor.floor(parts, copy=ceilings["copy"], matrix=ceilings["matrix"])
     return DeviceRow(
@@ -222,11 +222,11 @@ def timed(
     finish: Callable[[Any], float],
     memory: Callable[[], dict[str, Any]],
 ) -> Turn:
-    """A function that answers {"steps": K}: mean seconds of K steps in a row, the last loss, and
-    `memory()`.
+    """Return a function that answers {"steps": K}: mean seconds of K steps in a row, the last loss,
+    and `memory()`.
 
-    Args:    start_step: queue a step and return its loss. finish: wait until the device is idle;
-             the loss as a number.
+    Args:    start_step: queue a step and return its loss. finish: wait until the device is idle and
+             return the loss as a number.
     """
     done = 0
 
@@ -246,8 +246,7 @@ def timed(
 
 
 def ours(model: Model, device: str, precision: str, *, captured: bool = False) -> Turn:
-    """One rank of minidist, in bf16 with float32 master weights; its step as it is, or as one
-    graph."""
+    """Return the turn of minidist on one rank; captured: the step runs as one CUDA graph."""
     import minidist as md
     from minidist.parallel.hybrid.cuda_graph import CapturedStep
 
@@ -273,15 +272,15 @@ def ours(model: Model, device: str, precision: str, *, captured: bool = False) -
     def finish(loss: Any) -> float:
         number = float(loss.wait())
         if xp is not np:
-            xp.cuda.get_current_stream().synchronize()  # the update comes after the loss
+            xp.cuda.get_current_stream().synchronize()  # the update runs after the loss
         return number
 
     return timed(lambda: start_step(batch), finish, memory)
 
 
 def measured_ceilings(device: str, precision: str) -> dict[str, Any]:
-    """The result of ceilings_of. On a CPU products are in float32, as low precision is computed
-    there."""
+    """Return the result of ceilings_of. On a CPU products are in float32, because low precision is
+    computed in float32 there."""
     limit_blas_threads(1, local_size=1)
     if device == "cuda":
         from minidist.bench.kernels.gpu import CudaGpu
@@ -310,7 +309,7 @@ def _median(work: Callable[[], Any]) -> float:
 
 
 def theirs(model: Model, device: str, precision: str, *, compiled: bool) -> Turn:
-    """PyTorch, eager or compiled."""
+    """Return the turn of PyTorch, eager or compiled."""
     import torch
 
     from minidist.bench.step.peers import torch_device_step
@@ -350,7 +349,7 @@ def main() -> None:
 
 
 def turn_of(options: argparse.Namespace, model: Model) -> Turn:
-    """The function that answers for the contender."""
+    """Return the function that answers for the contender."""
     if options.contender == CEILINGS:
         return lambda: measured_ceilings(options.device, options.precision)
     if options.contender in (OURS, CAPTURED):

@@ -2,8 +2,7 @@
 rates.
 
     parts = step_parts(model, itemsize=2)
-    floor(parts, copy=4e12, matrix=7e14)            # seconds: each part takes the longer of its two
-                                                    times
+    floor(parts, copy=4e12, matrix=7e14)    # seconds: each part takes the longer of its two times
 
 Operations are those of products and of causal attention, with half of the scores. Bytes are the
 inputs and outputs of each part, once; sums, biases and casts are part of the kernel before them.
@@ -29,14 +28,16 @@ class FloorPart:
     bytes: float
 
     def seconds(self, copy: float, matrix: float) -> float:
-        """At these bytes and operations a second: the longer of the two."""
+        """Return the longer of two times: bytes at `copy` bytes per second, operations at `matrix`
+        operations per second."""
         return max(self.bytes / copy, self.operations / matrix)
 
 
 def step_parts(model: Model, itemsize: int) -> list[FloorPart]:
-    """A step on one device; activations, weights and gradients have `itemsize` bytes a number.
+    """Return the parts of a step on one device; activations, weights and gradients have `itemsize`
+    bytes per number.
 
-    With N = batch × context tokens, width w, L layers, V words, T tokens a sequence and s =
+    With N = batch × context tokens, width w, L layers, V words, T tokens per sequence and s =
     itemsize:
 
         products    3 · 2 N (12 L w² + V w) operations; each of a product's three arrays passes
@@ -45,9 +46,10 @@ def step_parts(model: Model, itemsize: int) -> list[FloorPart]:
                     N w
         norms       2 L + 1 of them: 2 + 3 arrays N w            gelu   L times 2 + 3 arrays N 4w
         residuals   2 L sums, forward and of gradients: 3 + 3 arrays N w
-        loss        logits in, their gradient out: 2 N V         tables  rows out and in: 4 N w, a table's gradient
-        optimizer   24 + 3 s bytes a parameter: state in and out; the gradient for its norm and
-                    again, the weight
+        loss        logits in, their gradient out: 2 N V
+        tables      rows out and in: 4 N w; the gradient of a table: V w
+        optimizer   24 + 3 s bytes per parameter: state in and out; the gradient for its norm, the
+                    gradient again, the weight
     """
     tokens = model.batch * model.context
     w = model.width
@@ -75,15 +77,15 @@ def step_parts(model: Model, itemsize: int) -> list[FloorPart]:
 
 
 def parameters(model: Model) -> int:
-    """The number of learned numbers."""
+    """Return the number of parameters."""
     return sum(parameter.size for parameter in GPT(model.config(tied=True)).parameters())
 
 
 def operations(parts: list[FloorPart]) -> float:
-    """The operations of a step."""
+    """Return the operations of a step."""
     return sum(part.operations for part in parts)
 
 
 def floor(parts: list[FloorPart], *, copy: float, matrix: float) -> float:
-    """The least seconds of a step, its parts one after the other."""
+    """Return the least seconds of a step whose parts run one after another."""
     return sum(part.seconds(copy, matrix) for part in parts)

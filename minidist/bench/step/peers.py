@@ -21,11 +21,11 @@ from minidist.nn import GPTConfig
 Step = Callable[[torch.Tensor, torch.Tensor], float]
 Clip = Callable[[float], Any]
 Wrapped = tuple[nn.Module, torch.optim.Optimizer, Clip]
-"""The model to call, its optimizer, and what clips its gradients to a norm."""
+"""The model to call, its optimizer, and the function that clips its gradients to a norm."""
 
 
 class TorchBlock(nn.Module):
-    """One pre-norm transformer block: (B, T, C) -> (B, T, C)."""
+    """A pre-norm transformer block: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class TorchBlock(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention, then MLP, each around a residual."""
+        """Return attention, then MLP, each added to its input."""
         batch, context, _ = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, context, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -65,7 +65,7 @@ class TorchGPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean token loss."""
+        """Return the mean loss per token."""
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
@@ -73,7 +73,7 @@ class TorchGPT(nn.Module):
 
 
 def torch_weights(weights: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Weights of our GPT (learned positions, untied head) under the names and in the layout of
+    """Return weights of our GPT (learned positions, untied head) with the names and layout of
     TorchGPT."""
     found = {}
     for name, array in weights.items():
@@ -92,10 +92,10 @@ def torch_step(
     peer: str = "DDP",
     weights: Mapping[str, np.ndarray] | None = None,
 ) -> Step:
-    """Build the model, wrapped as `peer` where a process group of several ranks is up; returns its
-    training step.
+    """Return the training step of the model, wrapped as `peer` if there are several ranks in a
+    process group.
 
-    It starts with `weights` of our GPT, or draws its own.
+    The model starts with `weights` of our GPT, or draws its own.
     """
     gpt = TorchGPT(config)
     if weights is not None:
@@ -117,11 +117,11 @@ def torch_step(
 def torch_device_step(
     config: GPTConfig, *, device: str, precision: str, compiled: bool, clip: float
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Build the model on `device`; returns its training step, which gives the loss there and waits
-    for nothing.
+    """Return the training step of the model on `device`; it returns the loss on the device, without
+    waiting.
 
-    Weights are float32. bf16: autocast, and flash attention alone; fp32: products of float32 may
-    take TF32.
+    Weights are float32. bf16: autocast, and only flash attention; fp32: products of float32 may use
+    TF32.
     """
     torch.set_float32_matmul_precision("high")
     gpt = TorchGPT(config).to(device)
@@ -147,7 +147,7 @@ def torch_device_step(
 
 
 def flash_attention() -> Any:
-    """A context in which scaled_dot_product_attention is flash attention, or an error."""
+    """Return a context in which scaled_dot_product_attention is flash attention, or raises."""
     return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
 
 
@@ -160,17 +160,17 @@ def _clip(model: nn.Module) -> Clip:
 
 
 def _plain(gpt: nn.Module) -> Wrapped:
-    """One process."""
+    """Return the model of one process, with its optimizer and clipping."""
     return gpt, _adamw(gpt), _clip(gpt)
 
 
 def _ddp(gpt: TorchGPT) -> Wrapped:
-    """Replicas."""
+    """Return DDP: replicas of the model."""
     return _plain(nn.parallel.DistributedDataParallel(gpt))
 
 
 def _zero_redundancy(gpt: TorchGPT) -> Wrapped:
-    """DDP whose optimizer is divided by whole tensors (stage 1)."""
+    """Return DDP with an optimizer that is divided by whole tensors (stage 1)."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(gpt)
@@ -181,7 +181,7 @@ def _zero_redundancy(gpt: TorchGPT) -> Wrapped:
 
 
 def _fsdp1(gpt: TorchGPT, *, strategy: str) -> Wrapped:
-    """FullyShardedDataParallel, a unit a block, on the CPU."""
+    """Return FullyShardedDataParallel with one unit per block, on the CPU."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -196,7 +196,8 @@ def _fsdp1(gpt: TorchGPT, *, strategy: str) -> Wrapped:
 
 
 def _fsdp2(gpt: TorchGPT, *, reshard: bool) -> Wrapped:
-    """fully_shard, a unit a block, on the CPU; `reshard`: free weights after forward."""
+    """Return fully_shard with one unit per block, on the CPU; `reshard`: free weights after
+    forward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,14 +1,14 @@
-"""`minidist bench step --plan pp=2 --plan tp=2`: the step under each plan beside one rank's and
-beside PyTorch's.
+"""`minidist bench step --plan pp=2 --plan tp=2`: the step with each plan, compared with one rank
+and with PyTorch.
 
     minidist    the plan over its ranks; and one rank
-    separate    as many processes of ours that train without communication: the limit of this
+    separate    as many of our processes that train without communication: the limit of this
                 machine's cores
-    PyTorch     the same plan by PyTorch's own means, over gloo (plan_peers.py); and one process
+    PyTorch     the same plan by PyTorch's own modules, over gloo (plan_peers.py); and one process
 
-Each takes `batch` sequences and one BLAS thread a rank, and its turn in every round. PyTorch's
-ranks begin with our weights and take our rows in as many microbatches. PyTorch is timed only if its
-first losses equal ours: then both do the same work.
+Each contender has `batch` sequences and one BLAS thread per rank, and one turn per round. PyTorch's
+ranks start with our weights and use our rows in the same number of microbatches. PyTorch is timed
+only if its first losses equal ours: then both do the same work.
 """
 
 import importlib.util
@@ -38,15 +38,15 @@ from minidist.parallel.hybrid.plan import Plan
 
 MODULE = "minidist.bench.step.plan"
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
-"""Pipeline schedules that PyTorch has too, with as many stages a rank."""
-TOLERANCE = 1e-5  # of a loss: float32, summed in another order
+"""Pipeline schedules that PyTorch has too, with the same number of stages per rank."""
+TOLERANCE = 1e-5  # relative difference of a loss: float32, summed in another order
 SEED = 0
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One contender of a plan. `cut`: how it divides the job; None if each of its ranks trains
-    alone."""
+    """The result of one contender of a plan. `cut`: its division of the job; None if each of its
+    ranks trains separately."""
 
     plan: str
     name: str
@@ -57,14 +57,13 @@ class PlanRow:
 
 
 def words(plan: Plan) -> str:
-    """The plan in a table: "dp=2,pp=2, 1f1b × 8"."""
+    """Return the plan as text for a table: "dp=2,pp=2, 1f1b × 8"."""
     axes = ",".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1)
     return f"{axes}, {plan.schedule} × {plan.pieces}" if plan.pp > 1 else axes
 
 
 def plan_label(row: dict[str, Any]) -> str:
-    """A contender of `minidist bench step --plan`, as tables and pictures call it: "PyTorch 1F1B +
-    DTensor"."""
+    """Return the name of a contender for tables and pictures: "PyTorch 1F1B + DTensor"."""
     return (
         f"{row['name']} {row['cut']}"
         if row["cut"] and row["name"] == "PyTorch"
@@ -73,13 +72,13 @@ def plan_label(row: dict[str, Any]) -> str:
 
 
 def replicates(plan: Plan) -> str:
-    """PyTorch's wrapper for the data axis: DDP takes no DTensor, and its reducer miscounts under
-    GPipe (2.13)."""
+    """Return PyTorch's wrapper for the data axis: DDP accepts no DTensor, and its reducer miscounts
+    with GPipe (2.13)."""
     return "DDP" if plan.tp == 1 and (plan.pp == 1 or plan.schedule != "gpipe") else "FSDP2 keep"
 
 
 def peer_of(plan: Plan) -> str:
-    """PyTorch's counterpart of a plan, axis by axis."""
+    """Return PyTorch's counterpart of a plan, axis by axis."""
     kinds = (
         (plan.dp, replicates(plan)),
         (plan.pp, SCHEDULES.get(plan.schedule, plan.schedule)),
@@ -89,7 +88,7 @@ def peer_of(plan: Plan) -> str:
 
 
 def lacks(plan: Plan, model: Model) -> str | None:
-    """Why PyTorch cannot take this plan, or None."""
+    """Return the reason why PyTorch cannot run this plan, or None."""
     rows = model.batch * plan.size // plan.dp
     if plan.pp > 1 and plan.schedule not in SCHEDULES:
         return f"it is compared under the schedules {', '.join(SCHEDULES)}"
@@ -107,7 +106,7 @@ def lacks(plan: Plan, model: Model) -> str | None:
 
 
 def start_job(contender: str, plan: Plan, axes: str, model: Model, transport: str) -> Job:
-    """Start the ranks of ours, or of PyTorch's."""
+    """Start the ranks of minidist, or of PyTorch."""
     options = [
         *model.arguments(),
         f"--plan={axes}",
@@ -175,7 +174,7 @@ def measure_plan(
 def _start_peer(
     ours: Job, plan: Plan, axes: str, model: Model, transport: str
 ) -> tuple[Job | None, str | None]:
-    """PyTorch's ranks if their first losses equal ours; else None and the reason."""
+    """Return (PyTorch's ranks, None) if their first losses equal ours, else (None, the reason)."""
     why = lacks(plan, model)
     if why:
         return None, why
@@ -195,8 +194,8 @@ def _start_peer(
 
 
 def first_losses(job: Job) -> list[float]:
-    """Losses of the warm-up steps and one more: each the mean over the ranks that know their rows'
-    loss."""
+    """Return the losses of the warm-up steps and one more step: means over the ranks that know the
+    loss of their rows."""
     known = [
         answered["losses"] for answered in job.ask(steps=1) if answered["losses"][0] is not None
     ]
@@ -207,7 +206,8 @@ def first_losses(job: Job) -> list[float]:
 
 
 def our_step(model: Model, plan: Plan, transport: str) -> tuple[int, Callable[[], float]]:
-    """The step of one rank of ours, with weight decay on all weights, as in PyTorch's AdamW."""
+    """Return rank and step of one of our ranks, with weight decay on all weights, as in PyTorch's
+    AdamW."""
     import minidist as md
 
     limit_blas_threads(1, local_size=1)
@@ -225,7 +225,7 @@ def our_step(model: Model, plan: Plan, transport: str) -> tuple[int, Callable[[]
 
 
 def torch_step(model: Model, plan: Plan, folder: str, rank: int) -> Callable[[], float | None]:
-    """The step of one rank of PyTorch's, from our weights."""
+    """Return the step of one of PyTorch's ranks, from our weights."""
     import torch
 
     from minidist.bench.step.plan_peers import plan_step

@@ -3,13 +3,13 @@ gloo.
 
     tp    DTensor: parallelize_module with column- and row-wise linears, a split vocabulary and
           loss_parallel
-    pp    torch.distributed.pipelining: a PipelineStage for each of ours, under the schedule of the
-          same name
-    dp    DistributedDataParallel; where that does not go with the others, fully_shard that keeps
+    pp    torch.distributed.pipelining: a PipelineStage for each of our stages, with the schedule of
+          the same name
+    dp    DistributedDataParallel; if it cannot be combined with the others, fully_shard that keeps
           weights gathered
 
-They begin with our weights and take our rows in as many microbatches, so their losses must be ours.
-PyTorch is imported only here, when asked for.
+They start with our weights and use our rows in the same number of microbatches, so their losses
+must equal ours. PyTorch is imported only here, when it is needed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -44,8 +44,8 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.pipeline.stages import balanced_layers
 
 ForwardBackward = Callable[[torch.Tensor, torch.Tensor], float | None]
-"""Gradients of the mean loss of ids and targets, each (rows, T): returns that loss where this rank
-knows it."""
+"""Computes gradients of the mean loss of ids and targets, each (rows, T); returns the loss if this
+rank knows it, else None."""
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -65,11 +65,11 @@ _AT_ENDS = {
 
 
 class TorchStage(nn.Module):
-    """Some neighbouring layers of a TorchGPT: ids (B, T) or activations (B, T, C) -> activations,
-    or logits.
+    """A stage of consecutive layers of a TorchGPT: ids (B, T) or activations (B, T, C) ->
+    activations, or logits.
 
-    Args:    layers: of the blocks; first, last: whether the embeddings, or norm and head, are its
-             own too.
+    Args:    layers: indices of its blocks; first: whether it has the embeddings; last: whether it
+             has norm and head.
     """
 
     def __init__(self, gpt: TorchGPT, layers: range, *, first: bool, last: bool) -> None:
@@ -81,7 +81,7 @@ class TorchStage(nn.Module):
         self.head: nn.Module | None = gpt.head if last else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One stage's forward."""
+        """Return the stage's activations, or logits on the last stage."""
         if self.tokens is not None and self.positions is not None:
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
         for block in self.blocks:
@@ -95,7 +95,8 @@ class TorchStage(nn.Module):
 def _make_stages(
     config: GPTConfig, plan: Plan, mesh: DeviceMesh, weights: Mapping[str, np.ndarray]
 ) -> list[nn.Module]:
-    """This rank's stages, as many and of as many layers as ours, cut by tp and wrapped by dp."""
+    """Return this rank's stages, with the same number of stages and layers as ours, cut by tp and
+    wrapped by dp."""
     gpt = TorchGPT(config)
     gpt.load_state_dict(torch_weights(weights))
     counts = balanced_layers([1.0] * config.layers, plan.stages)
@@ -110,7 +111,8 @@ def _make_stages(
 
 
 def _cut_by_tensor(stage: TorchStage, tp: DeviceMesh) -> None:
-    """Each rank its heads, hidden numbers and slice of the vocabulary; the rest is whole on all."""
+    """Cut a stage: each rank gets its heads, hidden numbers and slice of the vocabulary; the rest
+    is whole on all ranks."""
     blocks: Any = stage.blocks
     for block in blocks:
         for tensor in block.qkv.parameters():  # rows (3, heads, …) -> (ranks, 3, own heads, …)
@@ -124,7 +126,7 @@ def _cut_by_tensor(stage: TorchStage, tp: DeviceMesh) -> None:
 
 
 def _replicated(stage: TorchStage, plan: Plan, dp: DeviceMesh) -> nn.Module:
-    """The data axis around a stage."""
+    """Return the stage wrapped for the data axis."""
     if replicates(plan) == "DDP":
         return nn.parallel.DistributedDataParallel(stage, process_group=dp.get_group())
     for module in (*stage.blocks, stage):
@@ -138,11 +140,11 @@ def _replicated(stage: TorchStage, plan: Plan, dp: DeviceMesh) -> nn.Module:
 def plan_step(
     config: GPTConfig, plan: Plan, *, clip: float, weights: Mapping[str, np.ndarray]
 ) -> ForwardBackward:
-    """The training step under a plan; the process group of all its ranks is up.
+    """Return the training step with a plan; the process group of all its ranks must exist.
 
-    Args:    weights: of our GPT, whole.
-    Returns: a function of the *global* batch, that returns the mean loss of this data rank's rows
-    where it is known.
+    Args:    weights: of our whole GPT.
+    Returns: a function of the *global* batch that returns the mean loss of this data rank's rows,
+             if this rank knows it.
     """
     mesh = init_device_mesh("cpu", (plan.dp, plan.pp, plan.tp), mesh_dim_names=("dp", "pp", "tp"))
     stages = _make_stages(config, plan, mesh, weights)
@@ -163,12 +165,12 @@ def plan_step(
 
 
 def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean token loss."""
+    """Return the mean loss per token."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _whole(model: nn.Module) -> ForwardBackward:
-    """Without a pipeline."""
+    """Return the forward and backward without a pipeline."""
 
     def run(ids: torch.Tensor, targets: torch.Tensor) -> float:
         # Tensor.backward has no types in some releases of PyTorch
@@ -180,7 +182,7 @@ def _whole(model: nn.Module) -> ForwardBackward:
 
 
 def _pipelined(stages: list[nn.Module], plan: Plan, pp: DeviceMesh) -> ForwardBackward:
-    """Under PyTorch's schedule of the plan's name."""
+    """Return the forward and backward of a pipeline, with PyTorch's schedule of the plan's name."""
     rank = pp.get_local_rank()
     device = torch.device("cpu")
     own = [
@@ -207,8 +209,8 @@ def _pipelined(stages: list[nn.Module], plan: Plan, pp: DeviceMesh) -> ForwardBa
 
 
 def _clip(parameters: Iterable[torch.Tensor], bound: float, pp: DeviceMesh) -> None:
-    """Clip by the norm of the whole gradient: PyTorch takes one mesh's at a time; stages add up
-    over pp."""
+    """Clip by the norm of the whole gradient: PyTorch computes the norm of one mesh at a time; the
+    squares of stages are added up over pp."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
         kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -226,5 +228,5 @@ def _clip(parameters: Iterable[torch.Tensor], bound: float, pp: DeviceMesh) -> N
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """A number of all ranks as a plain tensor."""
+    """Return a number of all ranks as a plain tensor."""
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,4 +1,4 @@
-"""Pictures of `minidist bench step`, one for each way of measuring. matplotlib is loaded on first
+"""Pictures of `minidist bench step`, one per way of measuring. matplotlib is loaded on first
 use."""
 
 from pathlib import Path
@@ -21,8 +21,8 @@ INK = "#1f2933"
 
 
 def draw_device(path: Path, result: dict[str, Any]) -> None:
-    """Three panels: ms a step beside the floor, the floor's parts, ours by category. Raises:
-    OSError on writing."""
+    """Draw three panels: ms per step with the floor, the floor's parts, our memory by category.
+    Raises: OSError if `path` cannot be written."""
     rows = result["rows"]
     figure = new_figure(14.0, 4.0)
     speed, parts, memory = figure.subplots(1, 3)
@@ -72,7 +72,7 @@ def draw_device(path: Path, result: dict[str, Any]) -> None:
 
 
 def _bars(panel: Any, values: dict[str, float], title: str, colours: Any) -> None:
-    """A bar a name."""
+    """Draw one bar per name."""
     bars = panel.barh(
         list(values),
         list(values.values()),
@@ -83,7 +83,7 @@ def _bars(panel: Any, values: dict[str, float], title: str, colours: Any) -> Non
 
 
 def draw_steps(path: Path, result: dict[str, Any]) -> None:
-    """Two panels: tokens/s and peak memory of each contender, by rank count. Raises OSError as
+    """Draw two panels: tokens/s and peak memory of each contender, by rank count. Raises OSError as
     above."""
     figure = new_figure(9.0, 3.8)
     speed, memory = figure.subplots(1, 2)
@@ -107,8 +107,8 @@ def draw_steps(path: Path, result: dict[str, Any]) -> None:
 
 
 def draw_stages(path: Path, result: dict[str, Any]) -> None:
-    """A panel a rank count: ms a step of each ZeRO stage of ours beside its peers'. Raises OSError
-    as above."""
+    """Draw one panel per rank count: ms per step of each of our ZeRO stages and of its peers.
+    Raises OSError as above."""
     rows = result["rows"]
     counts = sorted({row["ranks"] for row in rows})
     figure = new_figure(1.0 + 6.0 * len(counts), 4.4)
@@ -154,8 +154,8 @@ def draw_stages(path: Path, result: dict[str, Any]) -> None:
 
 
 def draw_plans(path: Path, result: dict[str, Any]) -> None:
-    """A panel a plan: tokens/s of ours, of what trains without a cut, and of PyTorch's. Raises
-    OSError as above."""
+    """Draw one panel per plan: tokens/s of our ranks, of those that train separately, and of
+    PyTorch's. Raises OSError as above."""
     rows = result["rows"]
     plans = [*dict.fromkeys(row["plan"] for row in rows)]
     across = min(2, len(plans))

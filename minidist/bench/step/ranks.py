@@ -1,14 +1,14 @@
-"""`minidist bench step`: one training step of ours beside PyTorch eager's, in one run, one BLAS
-thread a rank.
+"""`minidist bench step`: our training step compared with PyTorch eager's, in one run, with one BLAS
+thread per rank.
 
-Beside ours on P ranks there are P processes of ours that train without communication: the limit of
+Our P ranks are also compared with P of our processes that train without communication: the limit of
 the machine when P cores compute at once (two threads of one core give little more than one). The
-distance to them is the cost of communication.
+difference is the cost of communication.
 
-With `--zero 0,1,2,3` each stage of ours stands beside PyTorch's counterpart over gloo (PEERS).
+With `--zero 0,1,2,3` each of our stages is compared with PyTorch's counterpart over gloo (PEERS).
 
-Jobs take turns round by round. Memory is the peak resident size minus that after the imports and
-one warm-up step of a tiny model, which loads the modules of first use.
+Jobs take turns round by round. Memory is the peak resident size minus the size after the imports
+and one warm-up step of a tiny model, which loads modules at their first use.
 """
 
 import argparse
@@ -49,14 +49,14 @@ PEERS = {
     3: ("FSDP1 FULL_SHARD", "FSDP2 reshard"),
 }
 """PyTorch's counterparts of each ZeRO stage (peers.py); FSDP that keeps weights after forward
-divides as stage 2."""
+divides the same state as stage 2."""
 
 STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a bench: a GPT, and the number of sequences a rank."""
+    """The model of a bench: a GPT, and the number of sequences per rank."""
 
     layers: int = 4
     width: int = 256
@@ -66,7 +66,8 @@ class Model:
     vocab: int = 256
 
     def config(self, *, tied: bool = False) -> GPTConfig:
-        """The model's GPTConfig; tied: the output layer is the embedding's table, as in GPT-2."""
+        """Return the model's GPTConfig; tied: the output layer is the embedding's table, as in
+        GPT-2."""
         return GPTConfig(
             vocabulary=self.vocab,
             context=self.context,
@@ -77,18 +78,18 @@ class Model:
         )
 
     def arguments(self) -> list[str]:
-        """The same, as the worker's arguments."""
+        """Return the model as arguments of the worker."""
         return [f"--{name}={value}" for name, value in vars(self).items()]
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        """Let a worker take them."""
+        """Add these arguments to a worker's parser."""
         for name in vars(Model()):
             parser.add_argument(f"--{name}", type=int)
 
     @staticmethod
     def of(options: argparse.Namespace) -> "Model":
-        """The model that the options describe."""
+        """Return the model that the options describe."""
         return Model(**{name: getattr(options, name) for name in vars(Model())})
 
 
@@ -97,7 +98,7 @@ MODELS = {"gpt2-124m": Model(layers=12, width=768, heads=12, context=1024, batch
 
 
 def stages(text: str) -> list[int]:
-    """'0,2' -> [0, 2]: ZeRO stages."""
+    """Return ZeRO stages: '0,2' -> [0, 2]."""
     if not all(part in map(str, ZERO_STAGES) for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} are not ZeRO stages; choose of 0,1,2,3")
     return [int(part) for part in text.split(",")]
@@ -105,8 +106,8 @@ def stages(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class StepRow:
-    """One contender: median seconds a step, tokens/s over all ranks, peak bytes above import of its
-    largest rank."""
+    """The result of one contender: median seconds per step, tokens/s over all ranks, peak bytes
+    above import of its largest rank."""
 
     name: str
     ranks: int
@@ -136,8 +137,8 @@ def measure_all(
     transport: str,
     progress: Callable[[str], None],
 ) -> list[StepRow]:
-    """A row for ours at each number of ranks, and for PyTorch's if it is installed; jobs take turns
-    in every round."""
+    """Return the rows of minidist, separate processes and PyTorch, if installed, at each number of
+    ranks; jobs take turns in every round."""
     names = [OURS, SEPARATE, PEER] if importlib.util.find_spec("torch") else [OURS, SEPARATE]
     jobs = [
         start_job(name, count, model, transport)
@@ -157,7 +158,7 @@ def measure_stages(
     transport: str,
     progress: Callable[[str], None],
 ) -> tuple[list[StepRow], list[str]]:
-    """Measure each stage of ours and its peers in PyTorch at each number of ranks.
+    """Measure each of our stages and its peers in PyTorch at each number of ranks.
 
     The contenders of one stage and number of ranks take turns within every round.
     Returns: rows, and a line with the reason for each peer that was left out.
@@ -193,7 +194,7 @@ class Answers(NamedTuple):
 def measure_jobs(
     jobs: list[Job], model: Model, rounds: int, steps: int, progress: Callable[[str], None]
 ) -> list[StepRow]:
-    """A row for each job; every round asks each in turn. Ends the jobs."""
+    """Return a row for each job; every round asks each job in turn. Ends the jobs."""
     rows = []
     for job, answers in zip(jobs, take_turns(jobs, rounds, steps, progress), strict=True):
         median = statistics.median(answers.seconds)
@@ -212,7 +213,7 @@ def measure_jobs(
 def take_turns(
     jobs: list[Job], rounds: int, steps: int, progress: Callable[[str], None]
 ) -> list[Answers]:
-    """Each job's steps; every round asks each job in turn. Ends the jobs."""
+    """Return each job's answers; every round asks each job in turn. Ends the jobs."""
     taken = [Answers([], 0) for _ in jobs]
     with closed_at_the_end(jobs):
         for round_number in range(rounds):
@@ -230,10 +231,10 @@ def take_turns(
 
 
 def resident_peak() -> int:
-    """Peak resident bytes of this process since it started: VmHWM of Linux, elsewhere getrusage's,
-    in bytes (macOS).
+    """Return the peak resident bytes of this process since it started: VmHWM on Linux, else
+    getrusage's value, which is in bytes on macOS.
 
-    On Linux getrusage's would be that of the process that forked this one, if it was larger.
+    On Linux getrusage's value would be the peak of the parent process, if that was larger.
     """
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(errors="replace").splitlines():
@@ -245,8 +246,8 @@ def resident_peak() -> int:
 def our_rank(
     model: Model, transport: str, zero: int
 ) -> tuple[int, Callable[[int], dict[str, Any]]]:
-    """One rank of minidist: a ZeRO stage over the ranks that the launcher started, or a world of
-    its own."""
+    """Return (rank, measure) of one rank of minidist: a ZeRO stage over the ranks that the launcher
+    started, or a world of one rank."""
     import minidist as md
 
     limit_blas_threads(1, local_size=1)
@@ -266,7 +267,7 @@ def our_rank(
 def torch_rank(
     model: Model, folder: str, rank: int, size: int, peer: str
 ) -> tuple[int, Callable[[int], dict[str, Any]]]:
-    """One rank of PyTorch eager; several ranks communicate over gloo."""
+    """Return (rank, measure) of one rank of PyTorch eager; several ranks communicate over gloo."""
     import torch
 
     from minidist.bench.step.peers import torch_step
@@ -285,15 +286,15 @@ def torch_rank(
 
 
 def random_batch(vocabulary: int, sequences: int, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and targets, each (sequences, context) int64."""
+    """Return token ids and targets, each (sequences, context) int64."""
     generator = np.random.default_rng(0)
     ids = generator.integers(0, vocabulary, (sequences, context + 1))
     return np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
 
 
 def timed(step: Callable[[], Any], floor: int = 0) -> Callable[[int], dict[str, Any]]:
-    """A function that runs `steps` steps (the first time after two to warm up) and returns seconds,
-    peak bytes, losses.
+    """Return a function that runs `steps` steps (the first time after two warm-up steps) and
+    returns seconds, peak bytes, losses.
 
     The losses are those of all steps so far, as `step` returned them.
     """

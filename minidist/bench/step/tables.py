@@ -1,4 +1,4 @@
-"""The tables of `minidist bench step`, one for each way of measuring."""
+"""The tables of `minidist bench step`, one per way of measuring."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ WITHOUT_PYTORCH = f"PyTorch was left out: {INSTALL_GLOO}"
 
 
 def show_device(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender, then what the step must do at least, part by part."""
+    """Print a row per contender, then the floor of the step, part by part."""
     rows = result["rows"]
     cuda = result["device"] == "cuda"
     where = result["ceilings"]["about"]["name"] if cuda else "cpu, one thread"
@@ -57,13 +57,13 @@ def show_device(result: dict[str, Any], console: Console) -> None:
 
 
 def _beside(row: dict[str, Any], rows: list[dict[str, Any]], name: str) -> str:
-    """Its tokens/s over that contender's."""
+    """Return the row's tokens/s / those of contender `name`."""
     other = next((other for other in rows if other["name"] == name and other is not row), None)
     return "" if other is None else f"{row['tokens_per_second'] / other['tokens_per_second']:.2f}×"
 
 
 def _show_parts(result: dict[str, Any], console: Console) -> None:
-    """The floor, part by part."""
+    """Print the floor, part by part."""
     ceilings = result["ceilings"]
     table = new_table(
         "the floor: what a step computes and moves at least, at the measured rates",
@@ -96,7 +96,7 @@ def _show_parts(result: dict[str, Any], console: Console) -> None:
 
 
 def show_step(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender at each rank count."""
+    """Print a row per contender and rank count."""
     rows = result["rows"]
     table = new_table(
         f"training step: {sizes(result)}",
@@ -126,8 +126,8 @@ def show_step(result: dict[str, Any], console: Console) -> None:
 
 
 def show_stages(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender at each rank count and stage; ours as a multiple of each peer's
-    speed."""
+    """Print a row per contender, rank count and stage, with our speed as a multiple of each
+    peer's."""
     rows = result["rows"]
     table = new_table(
         f"training step: {sizes(result)}",
@@ -168,8 +168,8 @@ def show_stages(result: dict[str, Any], console: Console) -> None:
 
 
 def show_plans(result: dict[str, Any], console: Console) -> None:
-    """A section for each plan: ours, what trains without a cut, and PyTorch's; ours as a multiple
-    of each."""
+    """Print a section per plan: our ranks, those that train separately, and PyTorch's, with our
+    speed as a multiple of each."""
     rows = result["rows"]
     table = new_table(
         f"training step: {sizes(result)}",
@@ -206,8 +206,8 @@ def show_plans(result: dict[str, Any], console: Console) -> None:
 
 
 def plan_line(rows: Sequence[dict[str, Any]]) -> str:
-    """A plan's contenders in one line: "pp=2, 1f1b × 8: minidist 251.3 ms a step, 16,301 tokens/s;
-    …"."""
+    """Return a plan's contenders in one line: "pp=2, 1f1b × 8: minidist on 2 251.3 ms a step,
+    16,301 tokens/s; …"."""
     return f"{rows[0]['plan']}: " + "; ".join(
         f"{plan_label(row)} on {row['ranks']} {row['step_seconds'] * 1e3:.1f} ms a step, "
         f"{row['tokens_per_second']:,.0f} tokens/s"
@@ -216,12 +216,12 @@ def plan_line(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _alone(row: dict[str, Any]) -> str:
-    """The contender whose single rank a row scales from."""
+    """Return the contender whose single rank is the base of a row's scaling."""
     return OURS if row["name"] == SEPARATE else row["name"]
 
 
 def _ratio(row: dict[str, Any], rows: Iterable[dict[str, Any]], *, name: str, ranks: int) -> str:
-    """`row`'s tokens/s over those of contender `name` at `ranks`."""
+    """Return `row`'s tokens/s / those of contender `name` at `ranks`, as text."""
     for other in rows:
         if other["name"] == name and other["ranks"] == ranks and other is not row:
             return f"{row['tokens_per_second'] / other['tokens_per_second']:.2f}×"

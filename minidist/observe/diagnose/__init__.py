@@ -1,2 +1,2 @@
-"""What broke a job, from its ranks' flight recorders: culprit, place, cause, evidence, how sure,
-what to do."""
+"""Diagnosis of a broken job from its ranks' flight recorders: culprit, place, cause, evidence,
+certainty, advice."""

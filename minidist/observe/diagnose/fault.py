@@ -1,4 +1,4 @@
-"""One finding of `minidist diagnose`, and the words that findings share."""
+"""Fault, a finding of `minidist diagnose`, and functions for the texts of findings."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ POSSIBLE = "possible"
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong.
+    """A finding: a problem, its cause and its culprits.
 
     Attributes: cause     one word or two: killed, exception, stopped, wrong shape, left out,
                           behind, stuck, slow, …
                 ranks     the culprits, world ranks; none: no rank is the cause
                 where     "file:line" of the program, or ""
                 what      a sentence
-                evidence  what the recorders say, a line each
+                evidence  facts from the recorders, one line per fact
                 sure      CERTAIN, LIKELY or POSSIBLE
                 advice    what to do
-                steps     the first and the last step in which it shows, from 0; None: it is not
-                          tied to steps
+                steps     the first and the last step in which it is visible, from 0; None: it does
+                          not belong to steps
     """
 
     cause: str
@@ -38,13 +38,13 @@ class Fault:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0-2,5"."""
+    """Return "rank 3" or "ranks 0-2,5"."""
     listed = sorted(ranks)
     return f"rank{'s' * (len(listed) != 1)} {in_words(listed)}"
 
 
 def span(seconds: float) -> str:
-    """0.25 -> "0.25 s", 90 -> "90 s", 1860 -> "31 min"."""
+    """Return a duration as text: 0.25 -> "0.25 s", 90 -> "90 s", 1860 -> "31 min"."""
     if seconds < 10:
         return f"{max(0.0, seconds):.2g} s"
     return (
@@ -57,7 +57,7 @@ def span(seconds: float) -> str:
 
 
 def call_text(entry: Entry) -> str:
-    """ "all_reduce(<f4 [3, 4], op=sum), call 640, at train.py:40"."""
+    """Return a call as text: "all_reduce(<f4 [3, 4], op=sum), call 640, at train.py:40"."""
     shape = "" if entry["shape"] is None else str(entry["shape"]).replace("None", "?")
     parts = [f"{entry['dtype'] or ''} {shape}".strip()]
     parts += [f"{name}={entry[name]}" for name in ("op", "root") if entry.get(name) is not None]

@@ -1,7 +1,7 @@
-"""The flight recorders of a job, read together: one RankFlight a rank, all times on one clock.
+"""The flight recorders of a job, read together: one RankFlight per rank, all times on one clock.
 
-Records of one host share a clock (the system's monotonic one), those of several the time of day, as
-each host has it.
+Records of one host share its monotonic clock. Records of several hosts are compared by each host's
+time of day.
 """
 
 import platform
@@ -25,15 +25,15 @@ DUMPED = "ran when it dumped"
 
 @dataclass(frozen=True)
 class RankFlight:
-    """What one rank's recorder says, and its process.
+    """The flight recorder of one rank, and the state of its process.
 
-    Attributes: entries  its records, oldest first, with times of day
-                groups   {group: (axis, world ranks)}, those that it has used
-                process  RUNS, STOPPED or GONE, as this host's system says; UNKNOWN of another host;
-                         DUMPED where only a dump is here and the process is not stopped: what
-                         became of it is not known
-                seen     the time of day that it shows
-                whole    whether the ring has not gone round, so that all records are there
+    Attributes: entries  the records, oldest first; times are times of day
+                groups   {group: (axis, world ranks)} of the groups that the rank has used
+                process  RUNS, STOPPED or GONE, by this host's system; UNKNOWN for another host;
+                         DUMPED if there is only a dump and the process is not stopped: its state
+                         after the dump is not known
+                seen     the time of day of this view of the rank
+                whole    whether no record has been overwritten in the ring
     """
 
     rank: int
@@ -51,16 +51,16 @@ class RankFlight:
 
     @property
     def end(self) -> str | None:
-        """How the rank left its job: "" well, or its error; None: it has not said so."""
+        """Error with which the rank ended; "" if it ended well; None if it has recorded no end."""
         return next((str(entry["why"]) for entry in self.entries if entry["kind"] == END), None)
 
     def of_kind(self, *kinds: str) -> list[Entry]:
-        """The records of these kinds."""
+        """Return the records of these kinds."""
         return [entry for entry in self.entries if entry["kind"] in kinds]
 
     @property
     def newest(self) -> float:
-        """The time of day of its last record."""
+        """Time of day of the last record."""
         return max(
             (max(entry["made"], entry["begun"], entry["ended"]) for entry in self.entries),
             default=0.0,
@@ -68,7 +68,7 @@ class RankFlight:
 
 
 def read_flights(place: str | Path) -> list[RankFlight]:
-    """The flight recorders of a run folder, or of a folder of rings or dumps, by rank.
+    """Return the flight recorders of a run folder, or of a folder of rings or dumps, by rank.
 
     Raises:  ConfigError, one line, if there are none.
     """
@@ -97,8 +97,10 @@ def read_flights(place: str | Path) -> list[RankFlight]:
 
 
 def read_flight_files(files: Sequence[str | Path]) -> list[RankFlight]:
-    """The flight recorders in these files, rings (`.ring`) or dumps, by rank. Raises: ConfigError,
-    one line."""
+    """Return the flight recorders in these files, rings (`.ring`) or dumps, by rank.
+
+    Raises:  ConfigError, one line.
+    """
     return flights_of(
         [
             read_ring(Path(file)) if Path(file).suffix == ".ring" else read_dump(file)
@@ -108,7 +110,7 @@ def read_flight_files(files: Sequence[str | Path]) -> list[RankFlight]:
 
 
 def flights_of(found: Sequence[tuple[dict[str, Any], list[Entry]]]) -> list[RankFlight]:
-    """The flights of (header, entries); of several generations of a job only the newest."""
+    """Return the flights of pairs (header, entries); only those of the job's newest generation."""
     newest = max((header for header, _ in found), key=lambda header: header["kept"])
     found = [pair for pair in found if pair[0]["size"] == newest["size"] or not newest["size"]]
     clocks: dict[str, float] = {}

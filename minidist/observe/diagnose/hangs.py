@@ -1,9 +1,9 @@
-"""Rules about ranks that wait: which rank is behind, and which calls stand still although all ranks
-are in them.
+"""Rules about waiting ranks: which rank is behind, and which calls do not end although all ranks
+have entered them.
 
-Each rank that is in a call, or waits for a message, waits for the ranks that have not made their
-part. The ranks at the end of that chain wait for no rank: they are the cause. Where 30 of 32 ranks
-have made call 640 and two are in 641, the 30 are behind, because it is the two that wait.
+A rank in a call, or in a wait for a message, waits for the ranks that have not made their part of
+it. The ranks at the end of this chain wait for no rank: they are the cause. If 30 of 32 ranks have
+made call 640 and two ranks are in call 641, the 30 are behind, because the two wait for them.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ OPEN = ("begun", "failed")
 
 @dataclass(frozen=True)
 class Waiter:
-    """One rank in one call or message that has not ended.
+    """A rank that waits in a call or message.
 
     Attributes: absent   the ranks that have not made their part of it
-                members  those of the call that are in it
-                peers    those whose message it says that it waits for
+                members  the ranks of the group that are in the call
+                peers    the ranks whose messages it waits for, by its own record
     """
 
     rank: int
@@ -50,8 +50,8 @@ class Waiter:
 
 
 def hangs(flights: Sequence[RankFlight], stuck: float = STUCK) -> list[Fault]:
-    """What the ranks wait for, if any has waited for `stuck` seconds, or was in a call when its job
-    ended."""
+    """Return the cause of a hang: some rank has waited for `stuck` seconds, or was in a call when
+    its job ended."""
     waiters = [waiter for waiter in _waiters(flights) if waiter.seconds >= stuck or _over(flights)]
     if not waiters:
         return []
@@ -103,7 +103,7 @@ def _waiters(flights: Sequence[RankFlight]) -> list[Waiter]:
 
 
 def _open_calls(flight: RankFlight) -> list[Entry]:
-    """The first call of each group that has begun and not ended: a group carries out its calls in
+    """Return the first call of each group that has begun and not ended; a group runs its calls in
     order."""
     first: dict[int, Entry] = {}
     for entry in flight.of_kind(CALL):
@@ -127,8 +127,10 @@ def _of_message(
     peers: tuple[int, ...],
     known: set[int],
 ) -> Waiter | None:
-    """The wait for a message, or for its receiver; None if the other side has done its part, or is
-    not known."""
+    """Return the wait for a message or for its receiver.
+
+    None if the other rank has no recorder, or is not one that this rank waits for.
+    """
     group, src, dst, end = message_key(flight, entry)
     other = src if end == "recv" else dst
     if other not in known or (entry["state"] == "begun" and other not in peers):
@@ -145,7 +147,7 @@ def _of_message(
 
 
 def _behind(flights: Sequence[RankFlight], waiters: Sequence[Waiter], roots: list[int]) -> Fault:
-    """The ranks at the end of the chain, which wait for no rank."""
+    """Return the finding about the ranks at the end of the chain, which wait for no rank."""
     direct = [waiter for waiter in waiters if set(waiter.absent) & set(roots)]
     longest = max(direct, key=lambda waiter: waiter.seconds)
     by_rank = {flight.rank: flight for flight in flights}
@@ -192,7 +194,7 @@ def _same(one: Waiter, other: Waiter) -> bool:
 
 
 def _circle(edges: dict[int, set[int]]) -> list[int]:
-    """Ranks that wait for each other in a circle; none if there is no circle."""
+    """Return ranks that wait for each other in a circle; [] if there is no circle."""
     for start in sorted(edges):
         path = [start]
         here = start
@@ -205,7 +207,7 @@ def _circle(edges: dict[int, set[int]]) -> list[int]:
 
 
 def _deadlock(waiters: Sequence[Waiter], circle: list[int]) -> Fault:
-    """Ranks that wait for each other: none of their waits can end."""
+    """Return the finding about ranks that wait for each other: none of their waits can end."""
     lines = [
         f"rank {waiter.rank} waits for {ranks_text(waiter.absent)} in {call_text(waiter.entry)}"
         for rank in circle
@@ -226,8 +228,8 @@ def _deadlock(waiters: Sequence[Waiter], circle: list[int]) -> Fault:
 
 
 def _stuck(waiters: Sequence[Waiter]) -> Fault:
-    """A call that all its ranks are in, and that does not end: the link, or a rank that sends
-    nothing inside it."""
+    """Return the finding about a call that all its ranks have entered and that does not end: the
+    cause is the link, or a rank that sends nothing inside the call."""
     longest = max(waiters, key=lambda waiter: waiter.seconds)
     inside = {waiter.rank for waiter in waiters if _same(waiter, longest)} | set(longest.members)
     waited_for = {peer for waiter in waiters if _same(waiter, longest) for peer in waiter.peers}

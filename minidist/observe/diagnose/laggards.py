@@ -1,16 +1,16 @@
-"""Rules about a rank that makes the others wait, by what it did meanwhile: it computed, it read,
-others used its time.
+"""Rules about a rank for which the others wait, by its own activity: computing, reading, or other
+threads in its process.
 
     cause                   a rank stands out in a step if                                  named from
     late reader             its wait for data, beyond the others', takes READS of the step  a fifth of a step
     uneven data             it has MORE times the others' targets, and more processor time  x 1.3
     slow compute            its own processor time, a target, is SLOW times the others'     x 1.5
                             in each step, and SLOW_USUALLY times in the middle one;
-                            the others are in calls longer, by WAITED of what it takes more
+                            the others are in calls longer, by WAITED of its extra time
     hogs the interpreter    its other threads take as much as its own, the others' few      HOGS of a step
 
-All in a streak of steps (step_table.py). The others wait for such a rank inside their calls; it
-waits least.
+Each test must hold in a streak of steps (step_table.py). The other ranks wait for such a rank
+inside their calls; it waits least itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ MORE = 1.3
 SLOW = 1.2
 SLOW_USUALLY = 1.3
 HOGS = 0.02
-COSTS = 1.1  # times the others' processor time: from here on uneven data costs something
-WAITED = 0.5  # else no rank waits for it: its core is slower, and it has more of it
-LEAST = 0.002  # seconds a step: less is never worth a word
-PART = 0.002  # of a step: the same
-SURE = 10  # steps in which a rank that stands out does so certainly
+COSTS = 1.1  # times the others' processor time: uneven data with less costs nothing
+WAITED = 0.5  # part of its extra time; below it no rank waits for it: its core is only slower
+LEAST = 0.002  # seconds per step: smaller differences are ignored
+PART = 0.002  # of a step: smaller differences are ignored
+SURE = 10  # steps: a rank that stands out in as many is named as certain
 
 _seconds, _cpu, _input, _calls, _other, _tokens = (
     column(name) for name in ("seconds", "cpu", "input", "calls", "others", "tokens")
@@ -44,7 +44,8 @@ _seconds, _cpu, _input, _calls, _other, _tokens = (
 
 
 def laggards(table: StepTable) -> list[Fault]:
-    """The ranks that stand out, each under the first cause that fits; the longest streaks first."""
+    """Return the ranks that stand out, each with the first cause that fits; longest streaks
+    first."""
     found: dict[int, tuple[int, Fault]] = {}
     for ranks in table.classes():
         for test, tell in (
@@ -205,7 +206,7 @@ def _hog(streak: Streak) -> Fault:
 
 
 def _all_read(table: StepTable) -> list[Fault]:
-    """Every rank waits for data, none longer than the others."""
+    """Return the finding that every rank waits for data, and none longer than the others."""
     ranks = list(table.ranks)
 
     def test(row: Row) -> Sequence[int]:

@@ -1,5 +1,4 @@
-"""Rules about how ranks ended: by an exception of their own, killed, stopped, or without a
-recorder."""
+"""Rules about ranks that ended: by their own exception, killed, stopped, or without a recorder."""
 
 import re
 from collections.abc import Sequence
@@ -26,12 +25,12 @@ OF_OTHERS = (
     "TimeoutError",
     "KeyboardInterrupt",
 )
-"""Errors that a rank raises because of others, or that tell of a disagreement: they alone name no
-culprit."""
+"""Errors that other ranks cause, or that report a disagreement. Without more evidence, such an
+error names no culprit."""
 
 
 def failed_by_itself(flights: Sequence[RankFlight]) -> list[Fault]:
-    """The first rank that raised an error of its own."""
+    """Return the finding about the first rank that raised its own error (not one of OF_OTHERS)."""
     own = [flight for flight in flights if flight.end and not flight.end.startswith(OF_OTHERS)]
     if not own:
         return []
@@ -55,7 +54,7 @@ def failed_by_itself(flights: Sequence[RankFlight]) -> list[Fault]:
 
 
 def stopped(flights: Sequence[RankFlight]) -> list[Fault]:
-    """Processes that a signal has stopped."""
+    """Return a finding for each process that a signal has stopped."""
     return [
         Fault(
             "stopped",
@@ -73,8 +72,8 @@ def stopped(flights: Sequence[RankFlight]) -> list[Fault]:
 
 
 def killed(flights: Sequence[RankFlight]) -> list[Fault]:
-    """Ranks that ended without a word, while others lived on: they were killed, or exited past all
-    of Python."""
+    """Return a finding for each rank that recorded no end while others continued: it was killed, or
+    exited without Python's exit handlers."""
     silent = [
         flight for flight in flights if flight.end is None and flight.process in (GONE, UNKNOWN)
     ]
@@ -113,8 +112,8 @@ def killed(flights: Sequence[RankFlight]) -> list[Fault]:
 
 
 def _all_killed(flights: Sequence[RankFlight]) -> list[Fault]:
-    """No rank has said goodbye: the whole job was ended at once, perhaps as it hung (the rules of
-    hangs tell)."""
+    """Return the finding that no rank recorded its end: the whole job was killed at once, perhaps
+    because it hung (see hangs.py)."""
     first = min(flights, key=lambda flight: flight.newest)
     return [
         Fault(
@@ -133,7 +132,7 @@ def _all_killed(flights: Sequence[RankFlight]) -> list[Fault]:
 
 
 def broken_links(flights: Sequence[RankFlight]) -> list[Fault]:
-    """A connection that broke between two ranks that live."""
+    """Return the finding about a connection that broke between two living ranks."""
     ends = [flight for flight in flights if (flight.end or "").startswith("LinkLostError")]
     if not ends:
         return []
@@ -152,7 +151,7 @@ def broken_links(flights: Sequence[RankFlight]) -> list[Fault]:
 
 
 def missing(flights: Sequence[RankFlight]) -> list[Fault]:
-    """Ranks of the job without a recorder."""
+    """Return the finding about ranks of the job without a recorder."""
     size = max((flight.size for flight in flights), default=0)
     gone = sorted(set(range(size)) - {flight.rank for flight in flights})
     if not gone:
@@ -171,7 +170,7 @@ def missing(flights: Sequence[RankFlight]) -> list[Fault]:
 
 
 def last_words(flight: RankFlight) -> str:
-    """A rank's last call or message, in words."""
+    """Return a sentence about a rank's last call or message."""
     calls = flight.of_kind(CALL, MESSAGE)
     if not calls:
         return f"rank {flight.rank} has recorded no call"
@@ -194,7 +193,7 @@ def _last_place(flight: RankFlight) -> str:
 
 
 def _raised_at(flight: RankFlight) -> str:
-    """The line of the error of its own that the rank ended with; "": it is not known."""
+    """Return "file:line" of the error that ended the rank; "" if it is not known."""
     return next((str(entry.get("where", "")) for entry in flight.of_kind("end")), "")
 
 

@@ -1,8 +1,8 @@
-"""Calls and messages of all ranks, matched by group and sequence. A ring that has gone round is
-matched by what it has.
+"""Calls and messages of all ranks, matched by group and sequence number. In a ring that has
+overwritten records, the remaining records are matched.
 
-Numbers are never taken from a record's place in its ring: a rank that has made ten times as many
-calls in other groups keeps fewer of this one, under the same sequences.
+A record's place in its ring is never used as a number: a rank with ten times as many calls in other
+groups keeps fewer records of this group, but with the same sequence numbers.
 """
 
 from collections import defaultdict
@@ -18,10 +18,10 @@ from minidist.observe.diagnose.flights import RankFlight
 class GroupCalls:
     """The collective calls of one group.
 
-    Attributes: ranks    its members, world ranks
-                calls    {world rank: {sequence: entry}}, of each rank whose recorder there is
-                last     {world rank: its last call's sequence}; 0: it has made none; None: it is
-                         not known
+    Attributes: ranks    world ranks of its members
+                calls    {world rank: {sequence: entry}} of each rank with a recorder
+                last     {world rank: sequence of its last call}; 0: it has made none; None: not
+                         known
     """
 
     group: int
@@ -31,8 +31,8 @@ class GroupCalls:
     last: dict[int, int | None]
 
     def behind(self, sequence: int) -> list[int]:
-        """The ranks that have not made this call yet; if none is known, those whose rings no longer
-        tell."""
+        """Return the ranks that have not made this call yet; if none is known, the ranks whose
+        rings no longer have their calls of this group."""
         known = [
             rank
             for rank in self.ranks
@@ -42,7 +42,7 @@ class GroupCalls:
 
 
 def group_calls(flights: Sequence[RankFlight]) -> list[GroupCalls]:
-    """All groups of the job, each as the first rank that knows it describes it."""
+    """Return all groups of the job, each by the description of the first rank that has it."""
     groups: dict[int, tuple[str, list[int]]] = {}
     calls: defaultdict[int, dict[int, dict[int, Entry]]] = defaultdict(dict)
     for flight in flights:
@@ -65,8 +65,8 @@ def group_calls(flights: Sequence[RankFlight]) -> list[GroupCalls]:
 
 
 def messages_made(flights: Sequence[RankFlight]) -> dict[tuple[int, int, int, str], int]:
-    """{(group, from, to, "send" or "recv"): the last message's sequence}; from and to are world
-    ranks."""
+    """Return {(group, from, to, "send" or "recv"): sequence of the last message}; from and to are
+    world ranks."""
     made: dict[tuple[int, int, int, str], int] = {}
     for flight in flights:
         for entry in flight.of_kind(MESSAGE):
@@ -77,7 +77,8 @@ def messages_made(flights: Sequence[RankFlight]) -> dict[tuple[int, int, int, st
 
 
 def message_key(flight: RankFlight, entry: Entry) -> tuple[int, int, int, str]:
-    """A message's group, its way, and which end of it this rank is."""
+    """Return (group, sender, receiver, "send" or "recv": the end that this rank is) of a
+    message."""
     ranks = flight.groups[entry["group"]][1]
     if entry["dst"] is None:
         return entry["group"], ranks[entry["src"]], flight.rank, "recv"
@@ -85,7 +86,7 @@ def message_key(flight: RankFlight, entry: Entry) -> tuple[int, int, int, str]:
 
 
 def signature(entry: Entry) -> Signature:
-    """The signature of a recorded call."""
+    """Return the signature of a recorded call."""
     shape = None if entry["shape"] is None else tuple(entry["shape"])
     return Signature(
         entry["group"],

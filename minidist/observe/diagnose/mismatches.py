@@ -1,5 +1,5 @@
-"""Rules about calls that do not fit: another size, dtype, op, root or verb; left out, made too
-often, swapped."""
+"""Rules about calls that do not match between ranks: different size, dtype, op, root or verb; calls
+left out, made too often, or swapped."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Calls = dict[int, Entry]
 
 
 def mismatches(flights: Sequence[RankFlight]) -> list[Fault]:
-    """The first disagreement of each group, the earliest one first."""
+    """Return the first disagreement of each group; the earliest first."""
     found = [
         (time, finding) for calls in group_calls(flights) for time, finding in _in_group(calls)
     ]
@@ -41,7 +41,7 @@ def _in_group(calls: GroupCalls) -> list[tuple[float, Fault]]:
 
 
 def _camps(there: dict[int, Entry]) -> list[list[int]]:
-    """Ranks whose calls agree, the largest camp first."""
+    """Return the ranks in camps whose calls agree; the largest camp first."""
     camps: list[list[int]] = []
     for rank, entry in there.items():
         camp = next(
@@ -55,8 +55,11 @@ def _camps(there: dict[int, Entry]) -> list[list[int]]:
 
 
 def _finding(calls: GroupCalls, sequence: int, camps: list[list[int]]) -> Fault:
-    """The smaller camp is the culprit; of equal camps the one whose call breaks the order of an
-    earlier step."""
+    """Return the finding about a disagreement.
+
+    The smaller camp is the culprit; between equal camps, the camp whose call breaks the order of
+    earlier calls.
+    """
     right = camps[0]
     wrong = camps[1]
     tie = len(right) == len(wrong)
@@ -94,8 +97,7 @@ def _finding(calls: GroupCalls, sequence: int, camps: list[list[int]]) -> Fault:
 
 
 def _differ(one: Entry, other: Entry, field: str) -> bool:
-    """Whether two calls say different things; a rank that does not know dtype or shape says
-    nothing."""
+    """Return whether two calls differ in a field; an unknown dtype or shape differs from none."""
     values = one[field] or None, other[field] or None
     return values[0] != values[1] and not (field in ("dtype", "shape") and None in values)
 
@@ -109,8 +111,8 @@ def _key(entry: Entry | None) -> tuple[Any, ...] | None:
 
 
 def _shifted(right: Calls, wrong: Calls, at: int) -> str | None:
-    """How `wrong` came out of step with `right` at this call; None: it did not, the call itself is
-    another."""
+    """Return how `wrong` lost the order of `right` at this call; None if the order is the same, and
+    the call itself differs."""
     here = _key(right[at])
     after = _key(right.get(at + 1))
     its = _key(wrong[at])

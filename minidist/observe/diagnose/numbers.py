@@ -1,16 +1,16 @@
-"""Rules about numbers: one that is not finite, replicas that drifted apart, a loss that jumped,
-memory that grows.
+"""Rules about numbers: a number that is not finite, replicas that differ, a loss that jumps, memory
+that grows.
 
     cause               named from
     not finite          the first number: rank, layer, op and step
     replicas differ     one bit, at the next digest (--digest-every)
     loss jumps          JUMP nats and SPREADS times its spread, in two steps in a row: of one rank
                         compared with the others', or of all
-    leak                LEAK bytes a step, over GROWTH steps or more, in most of them
+    leak                LEAK bytes per step, over GROWTH steps or more, in most of them
 
-The spread of a loss is that of its changes from step to step in the run so far, or in the newest
-RECENT steps where it is larger. A few numbers may lie close together by chance: of fewer than
-RECENT changes it is their whole range.
+The spread of a loss is the standard deviation of its changes from step to step: over the run so
+far, or over the newest RECENT changes if that is larger. A few numbers may be close to each other
+by chance: of fewer than RECENT changes the spread is their whole range.
 """
 
 import math
@@ -27,8 +27,8 @@ from minidist.observe.rank_steps import RankSteps
 
 JUMP = 0.5  # nats
 SPREADS = 8.0  # standard deviations of the run's own changes
-BEFORE = 6  # changes that are needed to know them
-RECENT = 20  # changes of which the spread is taken, beside that of the whole run
+BEFORE = 6  # changes that are needed to compute them
+RECENT = 20  # changes whose spread is taken, next to the spread of the whole run
 QUARTERS = 1.349  # standard deviations between the quartiles of normal numbers
 MIB = 1 << 20
 LEAK = 0.9 * MIB
@@ -38,12 +38,14 @@ STEADY = 3.0
 
 
 def wrong_numbers(table: StepTable) -> list[Fault]:
-    """Not finite, or differing replicas, or a jump of the loss: the first that is found."""
+    """Return the findings of the first rule that finds something: a number that is not finite,
+    differing replicas, a jump of the loss."""
     return not_finite(table) or drifted(table) or loss_jumps(table)
 
 
 def not_finite(table: StepTable) -> list[Fault]:
-    """The first number that was not finite: the others got it through sums over the ranks."""
+    """Return the finding about the first number that was not finite; sums over the ranks carry it
+    to the other ranks."""
     found = [
         (
             line["bad"][4]
@@ -88,7 +90,8 @@ def not_finite(table: StepTable) -> list[Fault]:
 
 
 def drifted(table: StepTable) -> list[Fault]:
-    """The first step whose digests differ among ranks that hold the same weights."""
+    """Return the finding about the first step whose digests differ among ranks that should hold the
+    same weights."""
     digests: dict[tuple[int, str], dict[int, str]] = {}
     for rank, each in table.ranks.items():
         for line in each.steps:
@@ -131,7 +134,7 @@ def drifted(table: StepTable) -> list[Fault]:
 
 
 def loss_jumps(table: StepTable) -> list[Fault]:
-    """A jump of the loss of some ranks' own data, or of all."""
+    """Return the finding about a jump of the loss, on the data of some ranks or of all."""
     jumps = _away_from_the_others(table)
     for rank, each in table.ranks.items() if not jumps else ():
         losses = [(line["step"], line["loss"]) for line in each.steps if _has_loss(line)]
@@ -165,7 +168,8 @@ def loss_jumps(table: StepTable) -> list[Fault]:
 
 
 def _away_from_the_others(table: StepTable) -> dict[int, tuple[int, float, float]]:
-    """Return {rank: as _jump's} of ranks whose loss leaves the others'."""
+    """Return {rank: (step, loss before, loss after)} of ranks whose loss jumps away from the
+    others'."""
     found = {}
     for rank in table.ranks:
         gaps = list[tuple[int, float]]()
@@ -203,7 +207,8 @@ def _jump(losses: list[tuple[int, float]]) -> tuple[int, float, float] | None:
 
 
 def _spread(ordered: Sequence[float]) -> float:
-    """Return the standard deviation of ordered numbers by their quartiles; of a few the range."""
+    """Return the standard deviation of sorted numbers by their quartiles; of fewer than RECENT
+    numbers, their range."""
     count = len(ordered)
     if count < RECENT:
         return ordered[-1] - ordered[0] if ordered else 0.0
@@ -211,14 +216,14 @@ def _spread(ordered: Sequence[float]) -> float:
 
 
 def _quartiles(ordered: Sequence[float]) -> float:
-    """Return the standard deviation of ordered numbers by their quartiles."""
+    """Return the standard deviation of sorted numbers, by their quartiles."""
     count = len(ordered)
     return (ordered[3 * count // 4] - ordered[count // 4]) / QUARTERS
 
 
 def leaks(table: StepTable) -> list[Fault]:
-    """Ranks whose memory grows step by step: the median growth over half of the steps, so one jump
-    is no leak."""
+    """Return the finding about ranks whose memory grows in most steps (_growth); one jump is no
+    leak."""
     found: list[tuple[int, float, float, list[Any]]] = []
     for rank, each in table.ranks.items():
         best, sizes = memory_growth(each)
@@ -246,11 +251,10 @@ def leaks(table: StepTable) -> list[Fault]:
 
 
 def memory_growth(each: RankSteps) -> tuple[float, list[tuple[int, float]]]:
-    """How steadily a rank's memory grows.
+    """Measure how fast a rank's memory grows.
 
-    Returns: (bytes a step in the 2 GROWTH steps in which it grows most, [(step, bytes after it)]),
-    without the first
-             WARM steps.
+    Returns: (bytes per step in the 2 GROWTH steps with the most growth, [(step, bytes after it)]),
+             without the first WARM steps.
     """
     sizes = [(line["step"], line["rss"]) for line in each.steps[WARM:] if line.get("rss")]
     return max(
@@ -263,10 +267,9 @@ def memory_growth(each: RankSteps) -> tuple[float, list[tuple[int, float]]]:
 
 
 def _growth(sizes: list[tuple[int, float]]) -> float:
-    """Bytes a step, between steps that lie half of the list apart: the smallest but a quarter of
-    them.
+    """Return the lower quartile of bytes per step, between steps at a distance of half the list.
 
-    0.0 if memory goes up and down so much from step to step that it may be as high by chance.
+    0.0 if memory changes so strongly from step to step that the growth may be chance.
     """
     half = len(sizes) // 2
     if len(sizes) < GROWTH:

@@ -1,20 +1,20 @@
-"""Chapter 25 · Diagnosis, plainly: five rules, each for one sick job. They say which rank, link or
-growth is at fault.
+"""Chapter 25 · Diagnosis, plainly: five rules, each for one kind of faulty job. A rule names the
+rank, link or growth that is at fault.
 
-The idea. A sick job looks the same from outside: all ranks stand in the same call. The records of
-the ranks tell them apart, if a rule asks for the cause and not for the symptom:
+The idea. Faulty jobs look the same from outside: all ranks wait in the same call. The records of
+the ranks show the difference, if a rule looks for the cause and not for the symptom:
 
     a hang          the ranks that have not entered the newest call; the ranks in it only wait for
                     them
-    a slow rank     the rank that enters calls last; it waits least, so longest waits point to the
-                    others
-    a slow link     how long a message took after both ends were ready, by the fastest ones
-    a leak          growth in every step; a large amount of memory alone is no fault
+    a slow rank     the rank that enters calls last; it waits least, so the longest waits are on the
+                    other ranks
+    a slow link     the time of a message after both ends were ready, by the fastest messages
+    a leak          growth in most steps; a large amount of memory is not a fault
     a NaN           the first one; the others follow from it
 
-The rules of the other modules of this folder are these, with what real jobs need beside them:
-groups and messages, rings that have gone round, ranks that were killed, busy cores, clocks of
-several hosts, and how sure each finding is.
+The other modules of this folder have the same rules, with more that real jobs need: groups and
+messages, rings with overwritten records, ranks that were killed, busy cores, clocks of several
+hosts, and how certain each finding is.
 
 notes: N2 §12.3
 """

@@ -1,5 +1,4 @@
-"""All rules, in the order in which their findings count: what a lost rank explains is not told
-twice."""
+"""All rules, in the order of their priority: what a lost rank explains is not reported twice."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +25,9 @@ from minidist.observe.rank_steps import RankSteps
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a job's flight recorders say.
+    """The result of all rules for a job.
 
-    Attributes: findings   the cause first; none: nothing is wrong
+    Attributes: findings   the cause first; empty: nothing is wrong
                 summary    one line about the job
     """
 
@@ -44,14 +43,13 @@ def diagnose(
 ) -> Diagnosis:
     """Find what is wrong with a job.
 
-    Args:    flights: of its ranks (read_flights). steps: their records of steps (read_rank_steps).
-             One may be empty.
-             stuck: seconds after which an open call of a job that runs is a hang.
-    Returns: the findings of the first rule that finds something, in the order: an exception, calls
-    that do not fit, a
-             stopped or killed rank, a broken link, a hang; a rank that makes the others wait and
-             why, a slow link, a slow rank. Before them numbers that are wrong; beside them, always:
-             a leak, clocks that differ, ranks without a recorder.
+    Args:    flights: flight recorders of its ranks (read_flights). steps: the ranks' records of
+             steps (read_rank_steps). One of the two may be empty.
+             stuck: seconds after which an open call of a running job is a hang.
+    Returns: first the wrong numbers. Then the findings of the first rule that finds something, in
+             this order: an exception, calls that do not match, a stopped or killed rank, a broken
+             link, a hang; a rank for which the others wait and the cause, a slow link, a slow rank.
+             Then always: a leak, clocks that differ, ranks without a recorder.
     """
     table = StepTable(steps or {})
     broken = _broken(flights, stuck) if flights else []
@@ -68,7 +66,7 @@ def diagnose(
 
 
 def _broken(flights: Sequence[RankFlight], stuck: float) -> list[Fault]:
-    """Why the job does not go on, if so."""
+    """Return the findings that explain why the job does not continue; [] if none does."""
     return (
         failed_by_itself(flights)
         or mismatches(flights)
@@ -80,18 +78,18 @@ def _broken(flights: Sequence[RankFlight], stuck: float) -> list[Fault]:
 
 
 def held_up(flights: Sequence[RankFlight], table: StepTable, *, explained: bool) -> list[Fault]:
-    """What the ranks of a job that goes on wait for: a rank and why, or a slow link, or a rank that
-    comes late.
+    """Return what slows a running job: a rank and the cause, or a slow link, or a rank that arrives
+    late.
 
-    Args:    explained: wrong numbers or a leak were found: then a rank that comes late, of unknown
-             cause, is not told.
+    Args:    explained: wrong numbers or a leak were found; then a rank that is late from an unknown
+             cause is not reported.
     """
     return laggards(table) or slow_links(table) or ([] if explained else slow(flights))
 
 
 def _lost(flights: Sequence[RankFlight], stuck: float) -> list[Fault]:
-    """Killed ranks; of a job that was killed as a whole, the hang that it was killed for, if there
-    was one."""
+    """Return the killed ranks; before them, if the whole job was killed, the hang that was perhaps
+    the reason."""
     found = killed(flights)
     if found and found[0].cause == "all killed":
         return [*hangs(flights, stuck), *found]
@@ -99,7 +97,7 @@ def _lost(flights: Sequence[RankFlight], stuck: float) -> list[Fault]:
 
 
 def summary(flights: Sequence[RankFlight]) -> str:
-    """How many ranks and records there are, and whether the job runs."""
+    """Return a line with the number of ranks and calls, and whether the job runs."""
     calls = sum(len(flight.of_kind(CALL, MESSAGE)) for flight in flights)
     runs = [flight for flight in flights if flight.process in (RUNS, DUMPED) and flight.end is None]
     well = [flight.rank for flight in flights if flight.end == ""]

@@ -1,11 +1,11 @@
-"""The rule of a slow rank: the others wait for it, and it waits least. And of clocks that do not
+"""Rules for a slow rank (the others wait for it, and it waits least) and for clocks that do not
 agree.
 
-    delay of a call     the time from the last but one rank's arrival to the last one's
+    delay of a call     time from the arrival of the last rank but one to that of the last rank
     a rank is slow      the largest delay that it causes in a step is over SHARE of the step, in
                         MOST of the steps, or MOST_OF_FEW of fewer than FEW
 
-A rank whose own part of a step is 1.5 times as long as the others' has a delay of a third of the
+A rank that computes 1.5 times as long as the others in a step causes a delay of a third of the
 step.
 """
 
@@ -28,7 +28,7 @@ from minidist.observe.diagnose.matching import GroupCalls, group_calls
 CAUSE = "slow"
 SHARE = 0.2
 MOST = 0.7
-# fewer than LEAST_STEPS say nothing; of fewer than ALL_OF each must be late
+# fewer steps than LEAST_STEPS say nothing; of fewer than ALL_OF the rank must be late in all
 LEAST_STEPS = 6
 ALL_OF = 10
 # on a busy machine one of two ranks is late in 7 of 10 steps by chance
@@ -37,13 +37,14 @@ MOST_OF_FEW = 0.85
 LEAST_DELAY = 0.005  # seconds
 SKEW = 1.0  # seconds between the clocks of two hosts
 TOGETHER = ("all_reduce", "all_gather", "barrier", "all_to_all", "reduce_scatter")
-"""Calls that no rank can end before all have made them."""
+"""Calls that no rank can end before all ranks have made them."""
 
 Delays = dict[int, dict[int, tuple[float, Entry]]]
 
 
 def skewed(flights: Sequence[RankFlight]) -> list[Fault]:
-    """Hosts whose clocks differ: calls that end together end at different times of day."""
+    """Return a finding for each host whose clock differs: calls that end on all ranks together end
+    there at another time of day."""
     shifts = _shifts(flights)
     hosts: defaultdict[str, list[int]] = defaultdict(list)
     for flight in flights:
@@ -69,8 +70,8 @@ def skewed(flights: Sequence[RankFlight]) -> list[Fault]:
 
 
 def _shifts(flights: Sequence[RankFlight]) -> dict[int, float]:
-    """{rank: seconds by which its clock is ahead}, by calls that all ranks end together; of one
-    host nothing."""
+    """Return {rank: seconds by which its clock is ahead}, from calls that all ranks end together;
+    {} for one host."""
     if len({flight.host for flight in flights}) == 1:
         return {}
     ahead: defaultdict[int, list[float]] = defaultdict(list)
@@ -83,7 +84,7 @@ def _shifts(flights: Sequence[RankFlight]) -> dict[int, float]:
 
 
 def _whole_calls(calls: GroupCalls) -> list[dict[int, Entry]]:
-    """The calls of TOGETHER that every rank of the group has ended: {rank: entry}."""
+    """Return {rank: entry} for each call of TOGETHER that every rank of the group has ended."""
     if set(calls.calls) != set(calls.ranks) or len(calls.ranks) < 2:
         return []
     common = set.intersection(*(set(mine) for mine in calls.calls.values()))
@@ -98,7 +99,7 @@ def _whole_calls(calls: GroupCalls) -> list[dict[int, Entry]]:
 
 
 def slow(flights: Sequence[RankFlight]) -> list[Fault]:
-    """The rank that the others wait for in most steps."""
+    """Return the finding about a rank that the others wait for in most steps."""
     shifts = _shifts(flights)
     seconds = _step_seconds(flights)
     delays = _delays(flights, shifts)
@@ -120,8 +121,8 @@ def slow(flights: Sequence[RankFlight]) -> list[Fault]:
 
 
 def _step_seconds(flights: Sequence[RankFlight]) -> dict[int, float]:
-    """{step: its seconds}, on the rank where it took longest; without the first, which warms up,
-    and the last."""
+    """Return {step: its seconds} on the rank where it took longest; without the first step
+    (warm-up) and the last."""
     longest: dict[int, float] = {}
     for flight in flights:
         starts = {
@@ -136,7 +137,7 @@ def _step_seconds(flights: Sequence[RankFlight]) -> dict[int, float]:
 
 
 def _delays(flights: Sequence[RankFlight], shifts: dict[int, float]) -> Delays:
-    """{rank: {step: the largest delay that it caused, and in which call}}."""
+    """Return {rank: {step: (largest delay that it caused, the call)}}."""
     delays: defaultdict[int, dict[int, tuple[float, Entry]]] = defaultdict(dict)
     for calls in group_calls(flights):
         for row in _whole_calls(calls):
@@ -185,7 +186,7 @@ def _slow(
 
 
 def _in_calls(flight: RankFlight) -> float:
-    """The share of its time that a rank was in calls of TOGETHER."""
+    """Return the share of its time that a rank spent in calls of TOGETHER."""
     calls = [
         entry for entry in flight.of_kind(CALL) if entry["verb"] in TOGETHER and entry["ended"]
     ]

@@ -1,12 +1,11 @@
-"""The rule of a slow link, one way: its messages take TIMES as long as those of the other links of
-the same steps.
+"""The rule for a slow link in one direction: its messages take TIMES as long as messages of the
+other links in the same steps.
 
-Another program on a core makes a message late, and never early. So a window of a link counts as
-slow only where WINDOW messages on end, but for one, are late: named from three times the others'
-time, if that is LEAST seconds longer. Other programs also go away again: a link is named if from
-some message on at least LASTING of its windows are slow, to the end of what is recorded. A late
-rank makes no link slow: the time of a message counts from its sending, where the receiver waited
-(observe/link_times.py).
+Another program on a core makes a message late, never early. So a window of a link is slow only if
+all of WINDOW consecutive messages except one are late, each by at least LEAST seconds. Another
+program also ends: a link is named only if, from some window to the end of the records, at least
+LASTING of its windows are slow. A late rank makes no link slow: the time of a message counts from
+its sending, and only messages for which the receiver waited count (observe/link_times.py).
 """
 
 import itertools
@@ -24,15 +23,15 @@ LEAST = 0.002
 BESIDE = 1.7  # times the quick messages of the slowest other sender
 LATE = 1.2  # times the middle message of the others
 WINDOW = 12  # messages
-SURE = 24  # messages: so many in a row are certainly slow
+SURE = 24  # messages: a link with as many slow ones is certainly slow
 STRIDE = 2  # messages between two windows
-LASTING = 0.6  # of the windows, and
-LEAST_WINDOWS = 4  # of them
-FEW = 4  # messages: fewer tell nothing of what is usual
+LASTING = 0.6  # share of the windows that must be slow, and
+LEAST_WINDOWS = 4  # their least number
+FEW = 4  # messages: fewer do not show what is usual
 
 
 def slow_links(table: StepTable) -> list[Fault]:
-    """The slowest link, if it is much slower than the others."""
+    """Return the finding about the slowest link, if it is much slower than the others."""
     by_link = messages_of(table.ranks)
     usual = _usual(by_link)
     found: dict[Link, list[Message]] = {}
@@ -61,7 +60,8 @@ def slow_links(table: StepTable) -> list[Fault]:
 def _is_slow(
     window: list[Message], usual: dict[int, float], by_link: dict[Link, list[Message]]
 ) -> bool:
-    """Compared with what is usual, and with the other senders in the same steps."""
+    """Return whether a window is slow compared with the usual times, and with the other senders in
+    the same steps."""
     return (
         _times(window, usual) >= TIMES
         and _times(window, _beside(by_link, window)) >= BESIDE
@@ -70,8 +70,8 @@ def _is_slow(
 
 
 def _lasting_from(slow: list[bool]) -> int:
-    """The first slow window from which LASTING of all to the end are slow, and LEAST_WINDOWS;
-    len(slow) if none is."""
+    """Return the first slow window from which to the end at least LASTING of the windows, and
+    LEAST_WINDOWS of them, are slow; len(slow) if there is none."""
     late = 0
     first = len(slow)
     for at in reversed(range(len(slow))):
@@ -82,12 +82,12 @@ def _lasting_from(slow: list[bool]) -> int:
 
 
 def _class(message: Message) -> int:
-    """Messages of one class have about as many bytes."""
+    """Return the size class of a message; messages of one class have about the same bytes."""
     return max(0, message.nbytes.bit_length() - 10) // 2
 
 
 def _usual(by_link: dict[Link, list[Message]]) -> dict[int, float]:
-    """{class: seconds of a message on most links}, of classes that two links or more have."""
+    """Return {class: seconds of a message on most links}, for classes of two or more links."""
     seconds: defaultdict[int, list[float]] = defaultdict(list)
     for messages in by_link.values():
         sizes: defaultdict[int, list[float]] = defaultdict(list)
@@ -104,8 +104,8 @@ def _usual(by_link: dict[Link, list[Message]]) -> dict[int, float]:
 def _beside(
     by_link: dict[Link, list[Message]], window: list[Message], part: float = 0.25
 ) -> dict[int, float]:
-    """{class: seconds that `part` of the messages of the slowest other sender stay under}, in a
-    window's steps."""
+    """Return {class: the `part` quantile of message seconds of the slowest other sender} in the
+    steps of a window."""
     first = window[0].step
     last = window[-1].step
     sender = window[0].src
@@ -122,8 +122,8 @@ def _beside(
 
 
 def _times(window: Iterable[Message], usual: dict[int, float]) -> float:
-    """How many times as long as usual the messages of a window take, the quickest left out; 0.0 if
-    it is not known."""
+    """Return the smallest ratio message time / usual time in a window, without the quickest
+    message; 0.0 if it is not known."""
     times = sorted(
         message.seconds / max(1e-9, usual[_class(message)])
         if message.seconds >= usual[_class(message)] + LEAST

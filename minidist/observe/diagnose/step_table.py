@@ -1,16 +1,17 @@
-"""The records of all ranks' steps (observe/rank_steps.py) as one table, and streaks in which a rank
-stands out.
+"""The records of all ranks' steps (observe/rank_steps.py) as one table, and streaks of steps in
+which a rank stands out.
 
-A streak is a stretch of steps in most of which the rank stands out: its length is their number,
-less one for each of the others, and it is cut where that is the most. So one step of noise does not
-end it.
+A streak is a sequence of steps; the rank stands out in most of them. Its length is the number of
+steps in which the rank stands out minus the number of other steps; it ends where this is largest.
+So one step of noise does not end a streak.
 
-A rank is named only for a streak of STREAK that lasts LONG seconds: one bad step, or a few short
-ones, say more of the machine's other work than of the rank. Where other ranks stand out now and
-then, too, the streak must be so long that it comes about by chance in RARELY of all runs, and
-LONGER than theirs at other times. Processor time says less where ranks share their cores with
-others, which shows by the time that they could have run and did not: a rank may be on the slower
-core for a while. There it takes BUSY_STREAK steps, and BUSY_PART of all.
+A rank is named only for a streak of length STREAK that lasts LONG seconds: one bad step, or a few
+short ones, are more often caused by other work of the machine. If other ranks stand out sometimes
+too, the streak must be so long that chance gives it in only RARELY of all runs, and LONGER times
+the streaks of other ranks at other times. Processor time is weaker evidence if ranks share their
+cores with other programs, because a rank may be on the slower core for a while; sharing is visible
+as time in which a rank neither computes, reads nor calls. Then the streak needs BUSY_STREAK steps,
+and BUSY_PART of all steps.
 """
 
 import math
@@ -30,7 +31,7 @@ RARELY = 1e-4
 # steps; part of all steps
 BUSY_STREAK = 12
 BUSY_PART = 0.25
-BUSY = 0.1  # the part of a step in which a rank had no core, from which it is shared
+BUSY = 0.1  # share of a step without a core: above it the ranks share their cores
 LONGER = 2.0
 
 Line = dict[str, Any]
@@ -41,8 +42,8 @@ Test = Callable[[Row], Collection[int]]
 
 @dataclass(frozen=True)
 class Streak:
-    """Steps in which a rank stands out: their rows, by step; between them it does not in at most as
-    many."""
+    """Steps in which a rank stands out: `rows` by step, and the streak's `length` (see the
+    module)."""
 
     rank: int
     rows: dict[int, Row]
@@ -54,11 +55,11 @@ class Streak:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The first and the last."""
+        """The first and the last step."""
         return self.first, next(reversed(self.rows))
 
     def median(self, value: Callable[[Line], float], *, of_others: bool = False) -> float:
-        """The median over its steps of a rank's value, or of the others' median."""
+        """Return the median over the steps of the rank's value, or of the other ranks' median."""
         return statistics.median(
             others(row, self.rank, value) if of_others else value(row[self.rank])
             for row in self.rows.values()
@@ -66,7 +67,7 @@ class Streak:
 
 
 class StepTable:
-    """All ranks' steps. The first step that a rank has recorded is left out: it warms up."""
+    """The recorded steps of all ranks, without the first recorded step (warm-up)."""
 
     def __init__(self, ranks: Mapping[int, RankSteps]) -> None:
         self.ranks = dict(ranks)
@@ -81,7 +82,7 @@ class StepTable:
         self.rows: dict[int, dict[int, Line]] = {step: rows[step] for step in sorted(rows)}
 
     def classes(self) -> list[list[int]]:
-        """Ranks that do the same kind of work, of each kind two or more."""
+        """Return lists of two or more ranks that do the same kind of work."""
         alike: defaultdict[str, list[int]] = defaultdict(list)
         for rank, each in self.ranks.items():
             alike[each.alike].append(rank)
@@ -97,11 +98,11 @@ class StepTable:
         together: bool = False,
         processor: bool = False,
     ) -> list[Streak]:
-        """For each of `ranks` that stands out, the longest streak; of rows in which all of `ranks`
-        have a line.
+        """Return the longest streak of each rank of `ranks` that stands out, if it is long enough;
+        over rows in which all of `ranks` have a line.
 
-        Args:    together: the ranks stand out together, so that one says nothing of another.
-                 processor: they do so by their processor time.
+        Args:    together: all ranks stand out together, so they are not compared with each other.
+                 processor: they stand out by their processor time.
         """
         rows = {
             step: {rank: row[rank] for rank in ranks}
@@ -132,8 +133,8 @@ class StepTable:
         ]
 
     def shared(self, ranks: Collection[int]) -> bool:
-        """Whether they have no core of their own: for BUSY of the middle step they do not compute,
-        read or call."""
+        """Return whether the ranks share their cores: for more than BUSY of the median step they
+        neither compute, read nor call."""
         parts = [
             1
             - (column("cpu")(line) + column("input")(line) + column("calls")(line))
@@ -146,11 +147,11 @@ class StepTable:
 
 
 def _by_chance(rank: int, times: Mapping[int, int], steps: int, ranks: int) -> float:
-    """The length of which one of all ranks has a streak in RARELY of such runs, if all stand out as
-    the others do.
+    """Return the streak length that occurs by chance in RARELY of runs, if every rank stands out as
+    often as the other ranks do.
 
-    The length is a walk that goes up in a part u of all steps, and else down: from one of its
-    lowest points it reaches n with probability (u / (1 - u))^n.
+    The length is a random walk that goes up in a share u of all steps, and down in the rest: from
+    one of its lowest points it reaches n with probability (u / (1 - u))^n.
     """
     usual = sum(count for other, count in times.items() if other != rank) / max(
         1, steps * (ranks - 1)
@@ -161,9 +162,9 @@ def _by_chance(rank: int, times: Mapping[int, int], steps: int, ranks: int) -> f
 
 
 def _longest(rank: int, rows: Mapping[int, Row], out: Mapping[int, Collection[int]]) -> Streak:
-    """The rank's longest streak: the stretch of steps in which it stands out the most often beyond
-    half of them."""
-    # of the stretch that may still grow: the steps in which it stands out
+    """Return the rank's longest streak: the sequence with the most steps in which it stands out,
+    minus the steps in which it does not."""
+    # steps in which it stands out, of the streak that may still grow
     since = list[int]()
     length = 0
     best = since
@@ -184,27 +185,29 @@ def _longest(rank: int, rows: Mapping[int, Row], out: Mapping[int, Collection[in
 
 
 def _at_others(streak: Streak, longest: Sequence[Streak]) -> float:
-    """LONGER times the longest streak of another rank at other steps: if ranks stand out in turn,
-    none is to blame."""
+    """Return LONGER times the longest streak of another rank at other steps: if ranks stand out in
+    turn, no rank is the cause."""
     return LONGER * max(
         (other.length for other in longest if not streak.rows.keys() & other.rows.keys()), default=0
     )
 
 
 def others(row: Row, rank: int, value: Callable[[Line], float]) -> float:
-    """The median of the other ranks' value."""
+    """Return the median of the other ranks' value."""
     return statistics.median([value(line) for other, line in row.items() if other != rank])
 
 
 def beside(row: Row, value: Callable[[Line], float]) -> dict[int, float]:
-    """{rank: the median of the other ranks' value}, of two ranks or more. Cost: one sort, however
-    many ranks."""
+    """Return {rank: median of the other ranks' value}, for two or more ranks.
+
+    Cost:    one sort for all ranks.
+    """
     mine = {rank: value(line) for rank, line in row.items()}
     ordered = sorted(mine.values())
     count = len(row) - 1
 
     def without(place: int, at: int) -> float:
-        """The value at a place of the sorted others: `at` is left out."""
+        """Return the value at a place of the sorted values without the one at `at`."""
         return ordered[place + (place >= at)]
 
     places = {rank: bisect_left(ordered, own) for rank, own in mine.items()}
@@ -215,10 +218,10 @@ def beside(row: Row, value: Callable[[Line], float]) -> dict[int, float]:
 
 
 def column(name: str) -> Callable[[Line], float]:
-    """The value of a line under a name; 0.0 where it is not known."""
+    """Return a function that gives a line's value of this name; 0.0 if it is not known."""
     return lambda line: float(line.get(name) or 0.0)
 
 
 def known(row: Row, names: Sequence[str]) -> bool:
-    """Whether every rank has these values."""
+    """Return whether every rank has these values."""
     return all(line.get(name) is not None for line in row.values() for name in names)

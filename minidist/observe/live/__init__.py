@@ -1,2 +1,2 @@
-"""A run as it is now, read from its folder: the flight recorders of its ranks, and
+"""The present state of a run, read from its folder: flight recorders of its ranks,
 metrics.jsonl."""

@@ -1,4 +1,4 @@
-"""One look at a run, made from its folder alone; the run does not know that it is watched.
+"""Reads the present state of a run from its folder only; the run does not know that it is watched.
 
 looking = Looking(run)
 now = looking.look()        # once a second, say
@@ -52,20 +52,19 @@ NEEDED = {"time", "loss", "seconds", "tokens_per_second"}  # of a line of the lo
 
 
 class _EndedRun(msgspec.Struct):
-    """What metrics.json of a run that has ended has."""
+    """The required fields of metrics.json of an ended run."""
 
     losses: list[Any]
     validation_loss: float | None
 
 
 class Looking:
-    """Looks at one run again and again.
+    """A watcher that reads the state of one run at each `look`.
 
     Args:    run: a run folder of minidist train, or a folder of flight recorders.
-    Attributes: rest: seconds to wait at least before the next look, so that looks take SHARE of a
-    core: the ranks may
-                need it.
-    Raises:  ConfigError, one line, if it is neither.
+    Attributes: rest: least seconds to wait before the next look, so that looks take at most SHARE
+                of a core, which the ranks may need.
+    Raises:  ConfigError, one line, if there is no such folder.
     """
 
     def __init__(self, run: str | Path) -> None:
@@ -81,7 +80,8 @@ class Looking:
         self._thorough = (0.0, "", "")  # when whole rings were read, for which state, the cause
 
     def look(self) -> RunNow:
-        """The run now. Raises: ConfigError if the folder has nothing of a run."""
+        """Return the run's present state. Raises: ConfigError if the folder has no records of a
+        run."""
         begun = time.process_time()
         try:
             with consistent(f"the records of {self.run}"):
@@ -137,7 +137,7 @@ class Looking:
         )
 
     def _flights(self) -> list[RankFlight]:
-        """The ranks' newest records; those of the newest generation."""
+        """Return the newest records of the ranks of the newest generation."""
         home = self.run / "flight" if (self.run / "flight").is_dir() else self.run
         paths = sorted(home.glob("*.ring"))
         self._followers = {path: self._followers.get(path) or RingFollower(path) for path in paths}
@@ -167,7 +167,7 @@ class Looking:
         return self._alive(flights, lines)
 
     def _over(self, flights: list[RankFlight], lines: list[dict[str, Any]]) -> tuple[str, str]:
-        """The state of a run whose ranks have all ended, and have left no metrics.json."""
+        """Return the state of a run whose ranks have all ended without metrics.json."""
         if all(flight.end == "" for flight in flights):
             return (
                 ENDED if lines else FINISHED,
@@ -176,7 +176,7 @@ class Looking:
         return DIED, self._why(DIED, _steps_text(lines, flights))
 
     def _alive(self, flights: list[RankFlight], lines: list[dict[str, Any]]) -> tuple[str, str]:
-        """The state of a run in which some ranks go on."""
+        """Return the state of a run in which some ranks still run."""
         told = _steps_text(lines, flights)
         usual = lines[-1]["seconds"] if lines else 0.0
         quiet = max(flight.seen for flight in flights) - max(flight.newest for flight in flights)
@@ -202,8 +202,8 @@ class Looking:
         )
 
     def _without_rings(self, lines: list[dict[str, Any]]) -> tuple[str, str]:
-        """The state of a run whose ranks have left no recorder: it was ended as it went well, or is
-        about to begin."""
+        """Return the state of a run without flight recorders: it was stopped without an error, runs
+        without recorders, or is about to begin."""
         folder = os.open(self.run, os.O_RDONLY | os.O_DIRECTORY)
         try:
             process = lock_holder(folder)
@@ -228,7 +228,7 @@ class Looking:
         )
 
     def _manifest(self, kept: float) -> dict[str, Any] | None:
-        """metrics.json, unless a later run has begun in the folder since."""
+        """Return metrics.json; None if there is none, or if it is older than the newest run."""
         file = self.run / MANIFEST
         with suppress(OSError, ValueError):
             if os.lstat(file).st_mtime >= kept:
@@ -237,8 +237,8 @@ class Looking:
         return None
 
     def _why(self, state: str, otherwise: str) -> str:
-        """What `minidist diagnose` finds first. It reads the whole rings: at most every two seconds
-        in a state."""
+        """Return the first finding of `minidist diagnose`, or `otherwise`. It reads whole rings, so
+        in one state it runs at most every two seconds."""
         since, known, what = self._thorough
         if known != state or time.monotonic() - since > 2.0:
             found: Sequence[Any] = []
@@ -252,7 +252,7 @@ class Looking:
 
 
 def _newest_step(flights: Sequence[RankFlight]) -> int:
-    """Steps that a rank has made, as the recorders know it."""
+    """Return the newest step in the recorders."""
     steps = [
         entry["step"] for flight in flights for entry in flight.entries if entry["step"] is not None
     ]

@@ -1,11 +1,11 @@
 """Follows the flight recorder of one rank while the rank writes it.
 
     follower = RingFollower(run / "flight" / "00003.ring")
-    follower.poll()                         # again and again
+    follower.poll()                         # repeatedly
     follower.header, follower.entries()     # as read_ring, but only the newest KEPT records
 
-The ring is mapped, not read, and only records that are new or may have changed are decoded: a look
-at a rank costs less than a millisecond, where read_ring takes some 40. The rank pays nothing.
+The ring is mapped, not read, and only records that are new or may have changed are decoded: one
+poll costs less than a millisecond, read_ring about 40. It costs the rank nothing.
 """
 
 import mmap
@@ -30,13 +30,13 @@ from minidist.comm.flight.slots import (
 from minidist.files import open_regular
 
 KEPT = 2000  # records: the newest, about half a ring
-UNSETTLED = 2  # steps: a record of the newest ones may still change
+UNSETTLED = 2  # newest steps whose records may still change
 
 
 class RingFollower:
-    """The newest records of a ring.
+    """A reader of the newest records of a ring.
 
-    Attributes: header: as read_ring gives it; None as long as there is no ring.
+    Attributes: header: as read_ring returns it; None while there is no ring.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,8 +48,8 @@ class RingFollower:
         self._settled: set[int] = set()
 
     def poll(self) -> bool:
-        """Look once. Returns: whether there is a ring."""
-        with suppress(OSError, ValueError):  # it is gone, or being made: the next look sees more
+        """Read new records. Returns: whether there is a ring."""
+        with suppress(OSError, ValueError):  # removed, or being made: try at the next poll
             self._map()
         if self._ring is None:
             return False
@@ -64,12 +64,12 @@ class RingFollower:
         return self.header is not None
 
     def entries(self) -> list[Entry]:
-        """The records, oldest first."""
+        """Return the records, oldest first."""
         return [self._known[number] for number in sorted(self._known)]
 
     def _map(self) -> None:
-        """Map the file, again if another one has its name: of a later run, or of a rank that has
-        taken the place."""
+        """Map the file; again if the name now belongs to another file, of a later run or of a rank
+        that replaced this one."""
         found = os.lstat(self.path)
         if (found.st_dev, found.st_ino) == self._file or found.st_size != RING_BYTES:
             return
@@ -88,7 +88,7 @@ class RingFollower:
             self._known[number] = entry
 
     def _settle(self) -> None:
-        """Records that will not change: they have ended, and the program is steps further."""
+        """Note the records that will not change: calls that ended UNSETTLED or more steps ago."""
         newest = max(
             (entry["step"] for entry in self._known.values() if entry["step"] is not None),
             default=0,

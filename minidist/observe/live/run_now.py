@@ -1,12 +1,12 @@
-"""A run at one moment: RunNow, and what it takes from the flight recorders.
+"""RunNow, the state of a run at one moment, computed from its flight recorders.
 
 state           the run
-not begun       has made its folder, and no step
-running         goes on
-stalled         runs, and has recorded nothing for STALL seconds and several steps
-stopped         a process of it is stopped (Ctrl-Z, SIGSTOP)
+not begun       has made its folder, but no step
+running         makes steps
+stalled         runs, but has recorded nothing for STALL seconds and the time of several steps
+stopped         has a stopped process (Ctrl-Z, SIGSTOP)
 died            has ended because of an error, or was killed
-ended           has ended without one before its last step: it was told to stop
+ended           has ended before its last step without an error: it was asked to stop
 finished        has written metrics.json
 """
 
@@ -29,20 +29,19 @@ NOT_BEGUN, RUNNING, STALLED, STOPPED_RUN, DIED, ENDED, FINISHED = STATES = (
     "finished",
 )
 OVER = (DIED, ENDED, FINISHED)
-HANGS = (STALLED, STOPPED_RUN, DIED)  # `what` says for which rank
+HANGS = (STALLED, STOPPED_RUN, DIED)  # `what` names the rank
 WINDOW = 10  # steps whose mean is shown
 BETWEEN_HOSTS = "between hosts"
-UNKNOWN_LINK = "unknown"  # of a group with a rank that left no recorder here
+UNKNOWN_LINK = "unknown"  # link of a group with a rank that left no recorder here
 
 
 @dataclass(frozen=True)
 class RankNow:
-    """One rank. step: the one it is in, from 1, or None; parts: its mean step, None before it has
-    ended two.
+    """The state of one rank. step: its present step, from 1, or None; parts: its mean step, or None
+    if no step has a known length yet.
 
-    memory: bytes by category after a step; peak: the most so far, with "total"; limit: of the
-    total, or None;
-    watts: joules a second by its `source`.
+    memory: bytes by category after a step; peak: largest bytes so far, with "total"; limit: of the
+    total, or None; watts: joules per second by its `source`.
     """
 
     rank: int
@@ -59,9 +58,9 @@ class RankNow:
 
 @dataclass(frozen=True)
 class AxisNow:
-    """The groups of one axis. ranks: of a group; link: "shm", "tcp", …, BETWEEN_HOSTS or
-    UNKNOWN_LINK; a_step: bytes of all ranks; a_second: the same, by the time of a step; exposed:
-    seconds of a step, of the rank with most."""
+    """The groups of one axis. ranks: number in a group; link: "shm", "tcp", …, BETWEEN_HOSTS or
+    UNKNOWN_LINK; a_step: bytes per step of all ranks; a_second: bytes per second; exposed: seconds
+    per step of the rank with the most."""
 
     name: str
     ranks: int
@@ -73,12 +72,11 @@ class AxisNow:
 
 @dataclass(frozen=True)
 class RunNow:
-    """A run at one moment.
+    """The state of a run at one moment.
 
-    Attributes: what: one line about the state; losses: of the newest steps, None where not finite;
-    slow: what holds the
-                run up; wrong: what else is wrong, a sentence each; watts: of all ranks, and
-                estimate: whether they, or a part of them, are an estimate; at: the time of day.
+    Attributes: what: one line about the state; losses: of the newest steps, None if not finite;
+                slow: what slows the run; wrong: other faults, one sentence each; watts: of all
+                ranks; estimate: whether a part of the watts is an estimate; at: the time of day.
     """
 
     run: str
@@ -101,7 +99,7 @@ class RunNow:
 def with_ranks(
     now: RunNow, flights: Sequence[RankFlight], records: Records | None = None, *, link: str
 ) -> RunNow:
-    """The same with what the flight recorders say.
+    """Return `now` with the values that the flight recorders give.
 
     Args:    records: of the newest steps of all ranks. link: the link class inside a host.
     """
@@ -124,8 +122,8 @@ def with_ranks(
 
 
 def newest_parts(parts: dict[int, dict[int, StepParts]]) -> dict[int, StepParts | None]:
-    """Each rank's mean over the newest WINDOW steps that all ranks have ended; where there are
-    none, over its own."""
+    """Return {rank: mean over the newest WINDOW steps that all ranks have ended}; without such
+    steps over the rank's own."""
     common = set.intersection(*(set(mine) for mine in parts.values()))
     return {
         rank: mean(mine[step] for step in sorted(common or mine)[-WINDOW:])
@@ -163,9 +161,9 @@ def _rank(flight: RankFlight, parts: StepParts | None) -> RankNow:
 
 
 def watts_of(ranks: Sequence[RankNow]) -> tuple[float | None, bool]:
-    """Watts of all ranks, None if they are not known; and whether any of them are an estimate.
+    """Return the watts of all ranks, None if unknown, and whether any of them are an estimate.
 
-    Ranks of a host that read its counters (rapl) all read the same ones: they count once.
+    All ranks of a host that read its counters (rapl) read the same counters: these count once.
     """
     known = [rank for rank in ranks if rank.watts is not None]
     shared: dict[str, float] = {}
@@ -184,7 +182,7 @@ def _axes(
     seconds: float | None,
     inside: str,
 ) -> tuple[AxisNow, ...]:
-    """What was sent along each axis, the most first."""
+    """Return the bytes sent along each axis; the axis with the most first."""
     hosts = {flight.rank: flight.host for flight in flights}
     found: dict[tuple[str, str], AxisNow] = {}
     for flight in flights:
@@ -206,7 +204,8 @@ def _axes(
 
 
 def _link(hosts: set[str | None], inside: str) -> str:
-    """Return what joins ranks on these hosts; None is the host of a rank that left no recorder."""
+    """Return the link between ranks on these hosts; None is the host of a rank without a
+    recorder."""
     if len(hosts - {None}) > 1:
         return BETWEEN_HOSTS
     return UNKNOWN_LINK if None in hosts else inside

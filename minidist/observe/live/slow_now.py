@@ -1,14 +1,13 @@
-"""What holds a run up now: the rules of `minidist diagnose` (observe/diagnose/), over the newest
-steps alone.
+"""Finds what slows a run now: the rules of `minidist diagnose` (observe/diagnose/), applied only to
+the newest steps.
 
-    slow_now(flights, records)      the slow rank, or link, its cause, and since when; None: nothing
-                                    holds the run up
+    slow_now(flights, records)      the slow rank or link, its cause and since when; None: nothing
+                                    slows the run
     wrong_now(records)              a number that is not finite, replicas that differ, a jump of the
                                     loss, a leak
 
-So watch and diagnose name the same rank, or link, for the same cause. But diagnose looks at all
-steps that are known, and names what was slow at any time; here a fault counts that shows in the
-newest GONE steps.
+So watch and diagnose name the same rank, or link, for the same cause. But diagnose uses all known
+steps, and names what was slow at any time; here only faults of the newest GONE steps count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,19 +23,19 @@ from minidist.observe.live.step_parts import last_to_arrive, step_seconds
 from minidist.observe.rank_steps import RankSteps
 
 NEWEST = 60  # steps that are judged together, where there are records of steps
-ARRIVALS = 10  # the same where there are flight recorders alone
-GONE = STREAK  # steps on end without a fault, after which it is over: a new streak takes as many
+ARRIVALS = 10  # the same if there are only flight recorders
+GONE = STREAK  # consecutive steps without a fault after which it is over: as long as a new streak
 
 Records = Mapping[int, RankSteps]
 
 
 @dataclass(frozen=True)
 class SlowNow:
-    """What the ranks wait for.
+    """The fault that the ranks wait for now.
 
-    Attributes: ranks   a slow rank; the two of a link, the sender first; all, if all wait for their
-                        data
-                since   the step, from 1; seconds: since it began
+    Attributes: ranks   a slow rank; the two ranks of a link, the sender first; all ranks, if all
+                        wait for their data
+                since   the first step of the fault, from 1; seconds: time since this step began
                 cause, what, where, sure    as in Fault
     """
 
@@ -50,7 +49,7 @@ class SlowNow:
 
     @property
     def who(self) -> str:
-        """ "rank 2", "the link from rank 1 to rank 2"."""
+        """The rank or link as text: "rank 2", "the link from rank 1 to rank 2"."""
         return (
             f"the link from rank {self.ranks[0]} to rank {self.ranks[1]}"
             if self.cause == slow_links.CAUSE
@@ -59,15 +58,15 @@ class SlowNow:
 
     @property
     def slow_ranks(self) -> tuple[int, ...]:
-        """The ranks that are slow themselves: none, if a link is."""
+        """The slow ranks; none if a link is slow."""
         return () if self.cause == slow_links.CAUSE else self.ranks
 
 
 def slow_now(flights: Sequence[RankFlight], records: Records | None = None) -> SlowNow | None:
-    """What the ranks of a run that goes on wait for.
+    """Return what the ranks of a running run wait for; None if nothing slows it.
 
-    Args:    flights: of its ranks. records: of their newest steps; without them the recorders tell
-             which rank is late.
+    Args:    flights: flight recorders of its ranks. records: of their newest steps; without records
+             the flight recorders show which rank is late.
     """
     records = {rank: each for rank, each in (records or {}).items() if each.steps}
     newest = min(
@@ -91,20 +90,20 @@ def slow_now(flights: Sequence[RankFlight], records: Records | None = None) -> S
                 now[0].where,
                 now[0].sure,
             )
-        # they are over; each may have hidden a shorter one after it
+        # these faults are over; each may have hidden a shorter one after it
         first = max(map(_last, found)) + 1
     return None
 
 
 def wrong_now(records: Records) -> tuple[str, ...]:
-    """What else is wrong in the newest steps, a sentence each."""
+    """Return one sentence for each wrong number or leak in the newest steps."""
     newest = max((each.steps[-1]["step"] for each in records.values() if each.steps), default=0)
     table = _table(records, newest - NEWEST + 1, newest)
     return tuple(fault.what for fault in (*wrong_numbers(table), *leaks(table)))
 
 
 def _faults(flights: Sequence[RankFlight], records: Records, first: int, last: int) -> list[Fault]:
-    """What holds the run up in the steps from `first` to `last`."""
+    """Return the faults that slow the run in the steps from `first` to `last`."""
     table = _table(records, first, last)
     between = [
         replace(
@@ -122,8 +121,8 @@ def _faults(flights: Sequence[RankFlight], records: Records, first: int, last: i
 
 
 def _table(records: Records, first: int, last: int) -> StepTable:
-    """The steps from `first` to `last`, and the one before, because a table leaves its first step
-    out."""
+    """Return the table of the steps from `first` to `last`, made with one step more because a table
+    leaves out its first step."""
     return StepTable(
         {
             rank: replace(
@@ -135,14 +134,14 @@ def _table(records: Records, first: int, last: int) -> StepTable:
 
 
 def _last(fault: Fault) -> int:
-    """The last step in which it shows."""
+    """Return the last step in which a fault is visible."""
     assert fault.steps is not None
     return fault.steps[1]
 
 
 def _shows_since(flights: Sequence[RankFlight], records: Records, fault: Fault) -> int:
-    """The step from which a fault shows, with pauses of at most GONE steps: a busy core hides it
-    for a step."""
+    """Return the first step of a fault, which may pause for at most GONE steps: a busy core can
+    hide it for a step."""
     assert fault.steps is not None
     first = fault.steps[0]
     while True:
@@ -159,7 +158,8 @@ def _shows_since(flights: Sequence[RankFlight], records: Records, fault: Fault) 
 
 
 def _late_since(flights: Sequence[RankFlight], rank: int) -> int:
-    """The step since which a rank has been the last to arrive, with pauses of at most two steps."""
+    """Return the step since which a rank has been the last to arrive, with pauses of at most two
+    steps."""
     late = last_to_arrive(flights)
     seconds = [each for flight in flights for each in step_seconds(flight).values()]
     least = max(slow.LEAST_DELAY, slow.SHARE * sum(seconds) / max(1, len(seconds)))
@@ -173,7 +173,7 @@ def _late_since(flights: Sequence[RankFlight], rank: int) -> int:
 
 
 def _seconds_since(flights: Sequence[RankFlight], records: Records, step: int) -> float:
-    """Seconds from the begin of a step to the newest record."""
+    """Return the seconds from the begin of a step to the newest record."""
     begins = [
         entry["made"] for flight in flights for entry in flight.entries if entry["step"] == step
     ]
@@ -188,7 +188,7 @@ def _seconds_since(flights: Sequence[RankFlight], records: Records, step: int) -
 
 
 def _newest_step(flights: Sequence[RankFlight]) -> int:
-    """The step that the first rank is in."""
+    """Return the newest step that a rank has begun."""
     return max(
         (
             entry["step"]

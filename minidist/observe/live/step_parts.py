@@ -1,15 +1,14 @@
-"""Where each rank's time goes in a step: it computes, its communication is exposed, or it waits for
-another rank.
+"""The parts of each rank's time in a step: compute, exposed communication, waiting for another
+rank.
 
     rank 0      compute ............ | waiting ....... | exposed |
     rank 1      compute .............................. | exposed |      the last to arrive: it waits least
 
-The recorder says for each call how long the program stood still before its end (the records of
-steps have the sum
-alone: wait_state.spent_in_calls). Up to the moment at which the last rank arrived that is waiting,
-and from then on exposed communication. All else of a step is compute: also reading data, and
-whatever else the program does. Communication behind computation is in none of the three, because it
-costs no time.
+The recorder has, for each call, how long the program was blocked before the call ended (the records
+of steps have only the sum: wait_state.spent_in_calls). Until the last rank arrives, this time is
+waiting; from then on it is exposed communication. The rest of a step is compute, including reading
+data and other work of the program. Communication hidden behind computation belongs to none of the
+three, because it costs no time.
 """
 
 from collections import defaultdict
@@ -24,8 +23,8 @@ Arrivals = dict[tuple[int, ...], dict[int, float]]
 
 @dataclass
 class StepParts:
-    """One step of one rank, in seconds; sent: bytes by group; stood: seconds of exposed
-    communication by group."""
+    """A step of one rank, in seconds; sent: bytes by group; stood: seconds of exposed
+    communication, by group."""
 
     seconds: float
     exposed: float = 0.0
@@ -39,18 +38,17 @@ class StepParts:
 
 
 def step_parts(flights: Sequence[RankFlight]) -> dict[int, dict[int, StepParts]]:
-    """{rank: {step: its parts}}, of the steps that the rank has ended while its recorder still has
-    their begin."""
+    """Return {rank: {step: its parts}} of the ended steps whose begin is still in the rank's
+    recorder."""
     arrivals = arrivals_of(flights)
     return {flight.rank: _of_rank(flight, arrivals) for flight in flights}
 
 
 def arrivals_of(flights: Sequence[RankFlight]) -> Arrivals:
-    """For each call when each rank made it, and for each message when its sender began it.
+    """Return when each rank made each call, and when the sender began each message.
 
-    Returns: {(group, sequence): {world rank: time of day}} of calls, {(group, sequence, sender,
-    receiver): …} of
-             messages.
+    Returns: {(group, sequence): {world rank: time of day}} for calls, {(group, sequence, sender,
+             receiver): …} for messages.
     """
     found: Arrivals = defaultdict(dict)
     for flight in flights:
@@ -82,8 +80,8 @@ def _of_rank(flight: RankFlight, arrivals: Arrivals) -> dict[int, StepParts]:
 
 
 def step_seconds(flight: RankFlight) -> dict[int, float]:
-    """{step: seconds to the begin of the next}. A step made again, after a resumption, counts as it
-    was last."""
+    """Return {step: seconds to the begin of the next step}. If a step was made again after a
+    resumption, the last time counts."""
     begins = [
         (entry["step"], entry["made"])
         for entry in flight.of_kind(STEP)
@@ -95,7 +93,7 @@ def step_seconds(flight: RankFlight) -> dict[int, float]:
 
 
 def _key(flight: RankFlight, entry: Entry) -> tuple[int, ...]:
-    """Of `arrivals`: the call or message that this wait was for."""
+    """Return the key in `arrivals` of the call or message that this record waited for."""
     if entry["kind"] == CALL:
         return entry["group"], entry["sequence"]
     ranks = _ranks(flight, entry)
@@ -105,13 +103,14 @@ def _key(flight: RankFlight, entry: Entry) -> tuple[int, ...]:
 
 
 def _ranks(flight: RankFlight, entry: Entry) -> list[int]:
-    """World ranks of the record's group; none if the header had no room for them."""
+    """Return the world ranks of the record's group; [] if the header had no space for them."""
     return flight.groups.get(entry["group"], ("", []))[1]
 
 
 def last_to_arrive(flights: Sequence[RankFlight]) -> dict[int, tuple[int, float]]:
-    """{step: (rank, seconds)}: the largest delay of the step's calls, which is the time from the
-    last but one rank's arrival to the last one's, and the rank that caused it."""
+    """Return {step: (rank, seconds)}: the largest delay of the step's calls, and the rank that
+    caused it. The delay is the time from the arrival of the last rank but one to that of the last
+    rank."""
     steps = {
         (entry["group"], entry["sequence"]): entry["step"]
         for flight in flights
@@ -131,7 +130,7 @@ def last_to_arrive(flights: Sequence[RankFlight]) -> dict[int, tuple[int, float]
 
 
 def mean(parts: Iterable[StepParts]) -> StepParts | None:
-    """The mean step of several; None of none."""
+    """Return the mean of several steps; None for no step."""
     listed = list(parts)
     if not listed:
         return None

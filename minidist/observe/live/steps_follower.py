@@ -1,10 +1,9 @@
 """Follows the records of all ranks' steps (observe/rank_steps.py) while the ranks write them.
 
     follower = StepsFollower(run)
-    follower.poll()             # again and again: as read_rank_steps, but only the newest KEPT
-                                steps of each rank
+    follower.poll()     # repeatedly: as read_rank_steps, but only the newest KEPT steps per rank
 
-A poll reads what is new in each file, and keeps of it only the newest steps.
+A poll reads only the new bytes of each file, and keeps only the newest steps.
 """
 
 from pathlib import Path
@@ -19,14 +18,14 @@ _STEP = b'{"step"'  # so begins the line of a step
 
 
 class StepsFollower:
-    """The newest steps of all ranks of a run."""
+    """A reader of the newest steps of all ranks of a run."""
 
     def __init__(self, run: Path) -> None:
         self.folder = run / FOLDER
         self._files: dict[Path, _RankFile] = {}
 
     def poll(self) -> dict[int, RankSteps]:
-        """The steps up to now; none if the run has no records."""
+        """Return the steps up to now, by rank; {} if the run has no records."""
         paths = sorted(self.folder.glob("[0-9]*.jsonl"))
         self._files = {path: self._files.get(path) or _RankFile(path) for path in paths}
         for file in self._files.values():
@@ -35,13 +34,13 @@ class StepsFollower:
 
 
 class _RankFile:
-    """What is known of one rank."""
+    """The file of one rank, and the steps read from it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.about: dict[str, Any] = {}
         self.steps: dict[int, dict[str, Any]] = {}
-        # the file's first bytes, which tell when it was begun; bytes read
+        # the file's first bytes, which identify its run; number of bytes read
         self._begin = b""
         self._read = 0
 

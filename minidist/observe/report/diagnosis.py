@@ -1,4 +1,4 @@
-"""The section on what is wrong: what `minidist diagnose` finds in the flight recorders and the
+"""The section on faults: the findings of `minidist diagnose` in the flight recorders and the
 records of steps."""
 
 from collections.abc import Sequence
@@ -13,16 +13,17 @@ from minidist.observe.report.steps import RecordedStep, middle
 from minidist.observe.what_if import Change, predict
 
 SLOW = ("slow compute", "uneven data", "hogs the interpreter", "slow")
-"""Causes that lie inside a step of the trace; a rank reads its data before it."""
+"""Causes inside a step of the trace; the reading of data is before the step."""
 HEAD = ("culprit", "cause", "how sure", "where")
 
 
 def section(
     run: RunFiles, found: list[Fault] | None, recorded: Sequence[RecordedStep] = ()
 ) -> Section:
-    """The findings, the cause first, the evidence of each, and what a slow rank costs.
+    """Return the section: the findings, the cause first, their evidence, and the cost of a slow
+    rank.
 
-    Args:    found: of findings_of. recorded: the steps of the trace.
+    Args:    found: result of findings_of. recorded: the steps of the trace.
     """
     part = Section("diagnosis", "What is wrong")
     if found is None:
@@ -55,8 +56,8 @@ def section(
 
 
 def _without(run: RunFiles, fault: Fault, recorded: Sequence[RecordedStep]) -> str | None:
-    """What a recorded step in which the fault shows would take without it; None if no such step has
-    its waits."""
+    """Return a line with the predicted time of a recorded step without the fault; None if no step
+    with the fault has recorded waits."""
     assert fault.steps is not None
     inside = [step for step in recorded if fault.steps[0] <= step.step <= fault.steps[1]]
     places = [place for place, timeline in enumerate(run.timelines) if timeline.rank in fault.ranks]
@@ -73,8 +74,8 @@ def _without(run: RunFiles, fault: Fault, recorded: Sequence[RecordedStep]) -> s
 
 
 def findings_of(run: RunFiles) -> list[Fault] | None:
-    """What diagnose finds in the run folder; None if it has neither recorders nor records, or they
-    make no sense."""
+    """Return the findings of diagnose in the run folder; None if there are neither flight recorders
+    nor records of steps, or if they are inconsistent."""
     if not run.flights and not run.records:
         return None
     try:

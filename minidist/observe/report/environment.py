@@ -1,5 +1,4 @@
-"""The section on the environment: the command that made the run, the machine, versions, plan,
-model, options."""
+"""The section on the environment: the run's command, machine, versions, plan, model, options."""
 
 from typing import Any
 
@@ -8,7 +7,7 @@ from minidist.observe.report.section import PlainTable, Section
 
 
 def section(run: RunFiles) -> Section:
-    """What is needed to make the run again."""
+    """Return the section with all that is needed to repeat the run."""
     found = Section("environment", "Environment and command")
     metrics = run.metrics
     if not metrics:

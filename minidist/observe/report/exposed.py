@@ -1,8 +1,7 @@
-"""The section on overlap: how long each rank computed and stood still in a step, and why it stood
-still.
+"""The section on overlap: how long each rank computed and waited in a step, and for what it waited.
 
 With --why a run records its waits: then each exposed millisecond has a call, a line and a cause
-(observe/why.py). Without, the section has the sums alone.
+(observe/why.py). Without --why the section has only the sums.
 """
 
 from collections import defaultdict
@@ -26,7 +25,7 @@ STILL = "stood still"
 def section(
     run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[RecordedStep]
 ) -> Section:
-    """Args: recorded: all steps of the trace; steps: those that the page keeps."""
+    """Return the section. Args: recorded: all steps of the trace; steps: the steps on the page."""
     found = Section("overlap", "Overlap, and what exposed communication waits for")
     if not steps:
         found.missing.append(no_step(run, "overlap"))
@@ -76,7 +75,7 @@ def section(
 
 
 def has_waits(steps: Sequence[RecordedStep]) -> bool:
-    """Whether the run recorded its waits."""
+    """Return whether the run recorded its waits."""
     return any(
         "group" in span.details
         for step in steps
@@ -87,7 +86,8 @@ def has_waits(steps: Sequence[RecordedStep]) -> bool:
 
 
 def record_of(run: RunFiles, recorded: Sequence[RecordedStep], step: RecordedStep) -> StepRecord:
-    """What a step with waits was made of. The steps around it tell what held its link."""
+    """Return the record of a step with waits. The steps before and after it show which calls held
+    its link."""
     at = recorded.index(step)
     around = recorded[max(0, at - 1) : at + 2]
     timelines = []
@@ -107,7 +107,7 @@ def record_of(run: RunFiles, recorded: Sequence[RecordedStep], step: RecordedSte
 
 
 def _of_step(timeline: Timeline, step: RecordedStep, place_of: int) -> Timeline:
-    """The part of a timeline that lies in a step."""
+    """Return the part of a timeline inside a step."""
     part = Timeline(timeline.rank)
     part.spans = step.spans[place_of]
     return part
@@ -116,7 +116,7 @@ def _of_step(timeline: Timeline, step: RecordedStep, place_of: int) -> Timeline:
 def _causes(
     run: RunFiles, recorded: Sequence[RecordedStep], step: RecordedStep
 ) -> list[dict[str, Any]]:
-    """Where the ranks stood still in a step, the longest first."""
+    """Return the waits of all ranks in a step with their causes, the longest first."""
     sums: dict[tuple[Any, ...], float] = defaultdict(float)
     for row in exposed_of(record_of(run, recorded, step)):
         sums[row.rank, row.call, CAUSES.index(row.cause), row.by, place(row.where)] += row.seconds
@@ -137,7 +137,7 @@ def _causes(
 def _packed(
     step: RecordedStep, parts: Sequence[Overlap], rows: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """Milliseconds of each rank: computing, of communication, hidden, and still by cause."""
+    """Return a step's milliseconds by rank: length, waiting by cause, communication, hidden."""
     lengths = [1e3 * (stop - start) for start, stop in step.windows]
     still = [[0.0] * (len(CAUSES) if rows is not None else 1) for _ in parts]
     if rows is None:
@@ -157,7 +157,7 @@ def _packed(
 
 
 def _shares(timelines: Sequence[Timeline], steps: Sequence[Sequence[Overlap]]) -> PlainTable:
-    """Means over the kept steps."""
+    """Return the table of each rank's means over the kept steps."""
     rows = []
     for place_of, timeline in enumerate(timelines):
         sums = together([parts[place_of] for parts in steps])

@@ -1,5 +1,5 @@
 """The section on energy: joules by rank, and the watts of rank 0 over the steps. An estimate is
-called one."""
+named as such."""
 
 from statistics import median
 
@@ -17,7 +17,7 @@ from minidist.observe.step_log import STEP_LOG
 
 
 def section(run: RunFiles) -> Section:
-    """What the run cost in energy."""
+    """Return the section on the run's energy."""
     found = Section("energy", "Energy")
     energy = run.metrics.get("energy")
     if energy:
@@ -42,7 +42,7 @@ def section(run: RunFiles) -> Section:
 
 
 def _watts(run: RunFiles, found: Section) -> None:
-    """Of rank 0, from the joules and the time of two neighbouring steps."""
+    """Add the watts of rank 0: joules over time between two consecutive steps."""
     lines = [line for line in run.steps if "joules" in line]
     points = [
         (later["step"], (later["joules"] - line["joules"]) / (later["time"] - line["time"]))

@@ -1,5 +1,5 @@
-"""The section on links: alpha, bandwidth and drift of each, from the messages that the run's steps
-have recorded."""
+"""The section on links: alpha, bandwidth and drift of each link, from the messages in the records
+of steps."""
 
 from statistics import median
 
@@ -12,7 +12,7 @@ HEAD = ("from rank", "to rank", "bytes", "ms", "alpha, µs", "MB/s", "drift", "m
 
 
 def section(run: RunFiles) -> Section:
-    """What a message took on each link, the slowest first."""
+    """Return the section with the time of a message on each link, the slowest first."""
     found = Section("links", "Links, measured while training")
     if not run.records:
         found.missing.append(

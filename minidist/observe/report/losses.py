@@ -13,7 +13,8 @@ FINISH = "it is written when a run ends well: run it to its end"
 
 
 def section(run: RunFiles) -> Section:
-    """Losses of all steps with their running mean and the validation loss; seconds of a step."""
+    """Return the section: losses of all steps with their running mean, validation loss, seconds per
+    step."""
     found = Section("losses", "Losses and speed")
     steps = [line["step"] for line in run.steps]
     losses = [line.get("loss") for line in run.steps]
@@ -94,7 +95,8 @@ def _in_words(finite: list[float], count: int, window: int, validation: float | 
 
 
 def _running_mean(losses: list[float | None], window: int) -> list[float | None]:
-    """Of the last `window` losses; None before there are so many, and where one is missing."""
+    """Return the means of the last `window` losses; None before there are `window` losses, and
+    where one of them is missing."""
     values = np.array([np.nan if loss is None else loss for loss in losses], dtype=np.float64)
     known = np.isfinite(values)
     sums, counts = (

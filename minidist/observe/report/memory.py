@@ -12,7 +12,8 @@ from minidist.observe.step_log import STEP_LOG
 
 
 def section(run: RunFiles, steps: Sequence[RecordedStep], tables: Sequence[PlainTable]) -> Section:
-    """Args: tables: the account of rank 0 beside its formulas, as the terminal shows it."""
+    """Return the section. Args: tables: rank 0's account compared with its formulas, as in the
+    terminal."""
     found = Section("memory", "Memory by category")
     _over_steps(run, found)
     inside = [step.step for step in steps_with_memory(steps, run.timelines)]

@@ -1,8 +1,7 @@
-"""The page: the sections as HTML, with everything it needs inside.
+"""The page: the sections as one HTML file, with styles, scripts and data inside.
 
-All text of the run goes through html.escape, or as JSON in which `<`, `>` and `&` are escaped: a
-model name like `<script>` is shown, and does nothing. Content-Security-Policy forbids every
-request.
+All text of the run passes through html.escape, or is JSON in which `<`, `>` and `&` are escaped: a
+model name like `<script>` is shown, not executed. Content-Security-Policy forbids every request.
 """
 
 import json
@@ -35,7 +34,7 @@ from minidist.reading import consistent, visible
 
 PROGRAM = ("drawing.js", "timeline.js", "report.js")
 LONG = 44
-"""Letters of a cell from which its text may wrap."""
+"""Number of letters above which the text of a cell may wrap."""
 
 
 def sections_of(
@@ -44,10 +43,10 @@ def sections_of(
     ledger_lines: Sequence[str],
     account: Sequence[PlainTable],
 ) -> list[Section]:
-    """All sections, in the order of the page.
+    """Return all sections, in the order of the page.
 
-    Args:    ledger, ledger_lines, account: traffic and memory beside their formulas, as the
-             terminal shows them.
+    Args:    ledger, ledger_lines, account: traffic and memory compared with their formulas, as in
+             the terminal.
     """
     recorded, steps = _recorded(run)
     findings = diagnosis.findings_of(run)
@@ -77,7 +76,7 @@ def sections_of(
 
 
 def _recorded(run: RunFiles) -> tuple[list[one_step.RecordedStep], list[one_step.RecordedStep]]:
-    """Return the steps that the trace recorded, and those that the page keeps."""
+    """Return the steps of the trace, and the steps that the page keeps."""
     try:
         with consistent(f"the spans of {TRACE}"):
             recorded = one_step.recorded_steps(run.timelines)
@@ -89,8 +88,7 @@ def _recorded(run: RunFiles) -> tuple[list[one_step.RecordedStep], list[one_step
 
 
 def _made(key: str, title: str, make: Callable[[], Section]) -> Section:
-    """Return a section; one that says why it is missing, where the files that it reads make no
-    sense together."""
+    """Return a section; if its files are inconsistent, a section that says so."""
     try:
         with consistent("the numbers of the run folder"):
             section = make()
@@ -107,7 +105,7 @@ def _made(key: str, title: str, make: Callable[[], Section]) -> Section:
 
 
 def page(run: RunFiles, sections: Sequence[Section]) -> str:
-    """The HTML of a report. Args: sections: of sections_of."""
+    """Return the HTML of a report. Args: sections: result of sections_of."""
     charts = {chart.key: chart.data for section in sections for chart in section.charts} | {
         "categories": CATEGORIES
     }
@@ -127,12 +125,12 @@ def page(run: RunFiles, sections: Sequence[Section]) -> str:
 
 
 def escape(text: str) -> str:
-    """Return a text as HTML that shows it: also letters that no file in UTF-8 can have."""
+    """Return a text escaped for HTML; characters that UTF-8 cannot encode are made visible."""
     return html_escape(visible(text, keep="\n\t"))
 
 
 def in_script(value: Any) -> str:
-    """JSON that may stand inside a script element."""
+    """Return JSON that is safe inside a script element."""
     packed = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return packed.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -142,7 +140,7 @@ def _file(name: str) -> str:
 
 
 def _summary(run: RunFiles) -> str:
-    """The key numbers at the top."""
+    """Return the HTML of the key numbers at the top."""
     metrics = run.metrics
     shown = dict[str, str]()
     if metrics:

@@ -1,8 +1,8 @@
-"""The section on the steps of each rank, by its own records: what it did in each, its memory, its
-replica's digests.
+"""The section on each rank's steps, by its own records: seconds by kind, memory, digests of its
+replica.
 
-The records are those of observe/rank_steps.py. `minidist diagnose` judges them; here they are
-shown.
+The records are those of observe/rank_steps.py. `minidist diagnose` judges them; this section shows
+them.
 """
 
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ VALUES = {
     "whole step": ("seconds", 1e3, "ms"),
     "targets": ("tokens", 1.0, "targets"),
 }
-"""Name: (key in the records, factor, unit) of what the chart shows."""
+"""{name of a value in the chart: (key in the records, factor, unit)}"""
 MOST_COLUMNS = 120
 MOST_RANKS = 48
 MOST_LINES = 8
@@ -36,8 +36,8 @@ WORDS = (
 
 
 def section(run: RunFiles, culprits: Collection[int] = ()) -> Section:
-    """What each rank did in each step; memory and digests. Args: culprits: ranks that the charts
-    show in any case."""
+    """Return the section: values of each rank in each step, memory and digests. Args: culprits:
+    ranks that the charts always show."""
     found = Section("ranks", "Steps rank by rank")
     records = {rank: each for rank, each in sorted(run.records.items()) if each.steps}
     if not records:
@@ -57,12 +57,13 @@ def section(run: RunFiles, culprits: Collection[int] = ()) -> Section:
 
 
 def _shown(ranks: Collection[int], first: Collection[int], most: int = MOST_RANKS) -> list[int]:
-    """At most so many ranks, in order; those of `first` in any case."""
+    """Return at most `most` ranks, in order; the ranks of `first` are chosen before others."""
     return sorted(sorted(ranks, key=lambda rank: (rank not in first, rank))[:most])
 
 
 def _by_step(records: Mapping[int, RankSteps]) -> Chart:
-    """Each value by rank and step; of many steps each column has the highest of its steps."""
+    """Return the chart of each value by rank and step; with many steps, a column has the highest
+    value of several."""
     steps = sorted({line["step"] for each in records.values() for line in each.steps})
     every = max(1, -(-len(steps) // MOST_COLUMNS))
     column = {step: at // every for at, step in enumerate(steps)}
@@ -85,7 +86,7 @@ def _by_step(records: Mapping[int, RankSteps]) -> Chart:
 
 
 def _medians(records: Mapping[int, RankSteps]) -> PlainTable:
-    """Of the steps but the first, which warms up."""
+    """Return the table of medians over the steps, without the first (warm-up)."""
     named = {
         name: about
         for name, about in VALUES.items()
@@ -115,7 +116,8 @@ def _medians(records: Mapping[int, RankSteps]) -> PlainTable:
 
 
 def _memory(found: Section, records: Mapping[int, RankSteps], culprits: Collection[int]) -> None:
-    """The bytes that each process holds: a chart of those that grew most, and a table of all."""
+    """Add the resident bytes of each process: a chart of the ranks with the most growth, and a
+    table of all ranks."""
     held = {
         rank: sizes
         for rank, each in records.items()
@@ -174,13 +176,13 @@ def _memory(found: Section, records: Mapping[int, RankSteps], culprits: Collecti
 
 
 def _growth(each: RankSteps) -> str:
-    """MiB a step; of a few steps nothing is known."""
+    """Return the growth in MiB per step; "not known" for fewer than GROWTH steps."""
     growth, sizes = memory_growth(each)
     return f"{growth / MIB:,.3f}" if len(sizes) >= GROWTH else "not known"
 
 
 def _digests(found: Section, records: Mapping[int, RankSteps]) -> None:
-    """Which replicas were compared, and whether they were equal."""
+    """Add the table of the compared replicas, and whether they were equal."""
     groups: defaultdict[str, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     for rank, each in records.items():
         for line in each.steps:
@@ -211,7 +213,7 @@ def _ranks(digests: Collection[Mapping[int, str]]) -> str:
 
 
 def _differ(by_step: Mapping[int, Mapping[int, str]]) -> str:
-    """Whether the digests of each step are equal."""
+    """Return "equal", or the first step whose digests differ."""
     differing: Sequence[int] = [
         step for step, digests in sorted(by_step.items()) if len({*digests.values()}) > 1
     ]

@@ -1,5 +1,5 @@
-"""What a run folder holds, read for the report. Any part may be missing: the run died, or was made
-without it."""
+"""Reads the contents of a run folder for the report. Any part may be missing: the run died, or did
+not write it."""
 
 import os
 from dataclasses import dataclass, field
@@ -68,8 +68,8 @@ class _MachineFigures(msgspec.Struct):
 
 
 class _MetricsFile(msgspec.Struct):
-    """What metrics.json of every run has, and what not each has: its results are written before the
-    rest."""
+    """The fields of metrics.json: required ones, which are written first, and optional ones with
+    defaults."""
 
     losses: list[float]
     validation_loss: float | None
@@ -95,7 +95,7 @@ class _MetricsFile(msgspec.Struct):
 
 @dataclass
 class RunFiles:
-    """A run folder.
+    """The contents of a run folder.
 
     Attributes: metrics    metrics.json; {} if it is missing
                 steps      the lines of metrics.jsonl
@@ -114,12 +114,12 @@ class RunFiles:
     missing: dict[str, str] = field(default_factory=dict)
 
     def lacks(self, file: str, what: str, remedy: str) -> str:
-        """One line: a part of the report is missing because of a file, and how to get it."""
+        """Return one line: a part of the report is missing because of a file, and how to get it."""
         return f"No {what}: {self.missing.get(file, f'{file} does not have it')}; {remedy}."
 
     @property
     def ranks(self) -> int:
-        """How many ranks the run had, as far as the folder tells."""
+        """Number of ranks of the run, as far as the folder shows it."""
         sizes = [flight.size for flight in self.flights] + [
             each.size for each in self.records.values()
         ]
@@ -127,7 +127,8 @@ class RunFiles:
 
     @property
     def of_two_runs(self) -> bool:
-        """Whether the last line of metrics.jsonl has another loss than metrics.json at its step."""
+        """True if metrics.jsonl and metrics.json are of different runs: their last steps or losses
+        differ."""
         losses = self.metrics.get("losses", [])
         last = self.steps[-1] if self.steps else {}
         if not losses or last.get("loss") is None:
@@ -136,7 +137,7 @@ class RunFiles:
 
     @property
     def step_seconds(self) -> float:
-        """The median seconds of all steps; metrics.json has those of the newest job only."""
+        """Median seconds of all steps; metrics.json has only the steps of the newest job."""
         if not self.steps or self.of_two_runs:
             return float(self.metrics["step_seconds"])
         return float(median(line["seconds"] for line in self.steps))
@@ -173,7 +174,7 @@ def _metrics(path: Path) -> dict[str, Any]:
 
 
 def _try(run: RunFiles, name: str, read: Any) -> None:
-    """Read a part; if that fails, note why."""
+    """Read a part; if that fails, note the reason in run.missing."""
     path = run.folder / name
     try:
         if not os.path.lexists(path):

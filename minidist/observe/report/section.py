@@ -1,5 +1,5 @@
-"""A section of the report: lines, tables and charts; and how a long series becomes short and keeps
-its extremes."""
+"""A section of the report: lines, tables and charts; and `thinned`, which shortens a long series
+but keeps its extremes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from rich.table import Table as TerminalTable
 from rich.text import Text
 
 MOST_POINTS = 800
-"""The most points of a series: about the pixels of a chart's width."""
+"""Largest number of points of a series: about the width of a chart in pixels."""
 
 
 @dataclass(frozen=True)
 class PlainTable:
-    """Cells are texts; `right`: the numbers of columns that are aligned to the right. head: cells
-    of the head."""
+    """A table of texts. head: cells of the head row; right: indices of the columns that are aligned
+    to the right."""
 
     title: str
     head: Sequence[str]
@@ -27,8 +27,8 @@ class PlainTable:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart that report.js draws. key: its function there; label: what it shows, for a blind
-    reader."""
+    """A chart that report.js draws. key: name of its function there; label: a description for blind
+    readers."""
 
     key: str
     label: str
@@ -41,9 +41,8 @@ class Section:
 
     Attributes: key      its anchor; title: its heading
                 lines    paragraphs, plain text
-                missing  one line for each thing that the run folder lacks: what it is and how to
-                         get it
-                code     a command, shown as such, before the charts; tables stand below them
+                missing  one line for each part that the run folder lacks, and how to get it
+                code     a command, shown as code before the charts; tables are below the charts
     """
 
     key: str
@@ -56,8 +55,7 @@ class Section:
 
 
 def plain_table(table: TerminalTable, title: str) -> PlainTable:
-    """A table of the terminal as one of the page; its last row is the sum where the terminal draws
-    a line above it."""
+    """Return a table of the terminal as a table of the page."""
     columns = [
         [Text.from_markup(str(cell)).plain for cell in column.cells] for column in table.columns
     ]
@@ -69,13 +67,12 @@ def plain_table(table: TerminalTable, title: str) -> PlainTable:
 def thinned(
     places: Sequence[int], values: Sequence[float | None], most: int = MOST_POINTS
 ) -> dict[str, Any]:
-    """A series of at most `most` points, each of `every` neighbours: their lowest, highest and mean
-    value.
+    """Return a series of at most `most` points, each the lowest, highest and mean of `every`
+    consecutive values.
 
-    Args:    places: of the values, as steps. values: None, NaN or infinite: there is none.
-    Returns: {"every": neighbours of a point, "at": first place of each, "low", "high", "mean": None
-    where no neighbour
-             has a value}.
+    Args:    places: of the values, as steps. values: None, NaN or infinite means no value.
+    Returns: {"every": values per point, "at": first place of each point, "low", "high", "mean":
+             None for a point without a value}.
     """
     every = max(1, -(-len(places) // most))
     groups = [
@@ -92,7 +89,7 @@ def thinned(
 
 
 def thinning_line(every: int, what: str = "step") -> list[str]:
-    """What to say of a thinned series; nothing if each value is shown."""
+    """Return the line that explains a thinned series; [] if each value is shown."""
     return (
         [
             f"Each point stands for {every} {what}s: the band reaches from their lowest to their "
@@ -104,5 +101,5 @@ def thinning_line(every: int, what: str = "step") -> list[str]:
 
 
 def rounded(number: float, digits: int = 6) -> float:
-    """A number with so many significant digits: fewer letters in the page."""
+    """Return a number with `digits` significant digits, to make the page smaller."""
     return float(f"{number:.{digits}g}")

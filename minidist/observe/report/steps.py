@@ -1,9 +1,9 @@
-"""The recorded steps that the page keeps, with their spans, arrows and memory: the section on one
-step's timeline.
+"""The section on one step's timeline: the recorded steps that the page keeps, with spans, arrows
+and memory.
 
-A page of a long run cannot hold all steps of trace.json. It keeps the step of the middle length,
-the first three (they have the memory inside), the last and the slowest, then others evenly, until
-MOST_SPANS spans or MOST_STEPS steps.
+The page of a long run cannot hold all steps of trace.json. It keeps the step of median length, the
+first three (they have memory samples), the last and the slowest, then others at even distances,
+until MOST_SPANS spans or MOST_STEPS steps.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ from minidist.observe.why_report import place
 
 MOST_STEPS = 40
 MOST_SPANS = 30_000
-# that the page keeps
+# limits of the memory samples that the page keeps
 MEMORY_STEPS = 5
 MEMORY_RANKS = 32
 MEMORY_NUMBERS = 120_000
@@ -38,10 +38,10 @@ REMEDY = "minidist train writes it when a run ends well"
 
 @dataclass
 class RecordedStep:
-    """A step that all ranks have recorded whole.
+    """A step that all ranks have recorded.
 
-    Attributes: windows: of each timeline, its begin and end in seconds; spans: of each timeline,
-    those in the step.
+    Attributes: windows: (begin, end) in seconds of the step on each timeline; spans: the spans of
+                each timeline in the step.
     """
 
     step: int
@@ -58,7 +58,7 @@ class RecordedStep:
 
 
 def recorded_steps(timelines: Sequence[Timeline]) -> list[RecordedStep]:
-    """The steps that every rank has recorded whole, in order, with their spans."""
+    """Return the steps that every rank has recorded, in order of time, with their spans."""
     windows: list[dict[int, tuple[float, float]]] = [
         {
             span.details["step"]: (span.start, span.stop)
@@ -84,7 +84,7 @@ def recorded_steps(timelines: Sequence[Timeline]) -> list[RecordedStep]:
 
 
 def kept(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-    """The steps that the page keeps, in order; the middle one is always among them."""
+    """Return the steps that the page keeps, in order; the step of median length is always one."""
     if not steps:
         return []
     slowest = max(steps, key=lambda step: step.end - step.begin)
@@ -103,7 +103,7 @@ def kept(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
 
 
 def middle(steps: Sequence[RecordedStep]) -> RecordedStep:
-    """The step of the middle length, without the first if there are others."""
+    """Return the step of median length, without the first step if there are others."""
     later = list(steps[1:]) or list(steps)
     length = median_low([step.end - step.begin for step in later])
     return next(step for step in later if step.end - step.begin == length)
@@ -112,8 +112,8 @@ def middle(steps: Sequence[RecordedStep]) -> RecordedStep:
 def section(
     run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[RecordedStep]
 ) -> Section:
-    """The timeline of a chosen step: one band a rank, a lane each for compute, communication,
-    messages, moves."""
+    """Return the section: the timeline of a chosen step, one band per rank with a lane each for
+    compute, communication, messages, receives and moves."""
     found = Section("timeline", "Timeline of a step")
     if not steps:
         found.missing.append(no_step(run, "timeline"))
@@ -159,8 +159,8 @@ def section(
 
 
 def no_step(run: RunFiles, what: str) -> str:
-    """One line: a part of the report is missing because no step was recorded whole. Args: what: the
-    part."""
+    """Return one line: a part of the report is missing because no step was recorded whole. Args:
+    what: the part."""
     return (
         run.lacks(TRACE, what, REMEDY)
         if TRACE in run.missing
@@ -169,16 +169,16 @@ def no_step(run: RunFiles, what: str) -> str:
 
 
 def _ranks_with_room(step: RecordedStep) -> int:
-    """How many ranks' spans of one step the page has room for."""
+    """Return the number of ranks whose spans of one step fit on the page."""
     sums = list(accumulate(map(len, step.spans)))
     return max(1, sum(spans <= MOST_SPANS for spans in sums))
 
 
 def _packed(step: RecordedStep, places: int, kinds: dict[tuple[Any, ...], int]) -> dict[str, Any]:
-    """A step as numbers: of each rank flat triples (kind, µs from the step's begin, µs), longer
-    spans first.
+    """Return a step as numbers: per rank, flat triples (kind, µs from the step's begin, length in
+    µs), by begin, longer spans first.
 
-    Args:    places: how many ranks.
+    Args:    places: the number of ranks.
     """
     ranks = []
     for spans in step.spans[:places]:
@@ -202,8 +202,8 @@ def _packed(step: RecordedStep, places: int, kinds: dict[tuple[Any, ...], int]) 
 def _add_memory(
     data: Sequence[dict[str, Any]], steps: Sequence[RecordedStep], timelines: Sequence[Timeline]
 ) -> None:
-    """Put each rank's memory to the first steps that have it, with as many moments as the page has
-    room for."""
+    """Add each rank's memory to the first steps that have it, with as many samples as fit on the
+    page."""
     whole = steps_with_memory(steps, timelines)
     moments = MEMORY_NUMBERS // max(
         1, len(whole) * min(len(timelines), MEMORY_RANKS) * len(CATEGORIES)
@@ -218,7 +218,7 @@ def _add_memory(
 def steps_with_memory(
     steps: Sequence[RecordedStep], timelines: Sequence[Timeline]
 ) -> list[RecordedStep]:
-    """The steps in which the page shows the memory."""
+    """Return the steps for which the page shows the memory."""
     return [
         step
         for step in steps
@@ -227,13 +227,13 @@ def steps_with_memory(
 
 
 def _inside(step: RecordedStep, start: float, stop: float) -> tuple[int, int]:
-    """Begin and length in µs of the part of an interval that lies in the step."""
+    """Return begin and length in µs of the part of an interval inside the step."""
     begin = max(start, step.begin)
     return round(1e6 * (begin - step.begin)), round(1e6 * (min(stop, step.end) - begin))
 
 
 def _kind(span: Span) -> tuple[Any, ...]:
-    """All that the page shows of a span beside its time."""
+    """Return all values of a span that the page shows, except its time."""
     about = span.details
     peer = (
         about.get("dst")
@@ -254,8 +254,8 @@ def _kind(span: Span) -> tuple[Any, ...]:
 
 
 def _arrows(step: RecordedStep, places: int) -> Iterator[list[int]]:
-    """[place of the sender, µs of the send's start, place of the receiver, µs of the receive's
-    end]."""
+    """Yield [place of the sender, µs of the send's start, place of the receiver, µs of the
+    receive's end] per message."""
     sent = {
         (span.details["src"], span.details["dst"], span.details["message"]): (place_of, span)
         for place_of, spans in enumerate(step.spans[:places])
@@ -281,13 +281,13 @@ def _arrows(step: RecordedStep, places: int) -> Iterator[list[int]]:
 
 
 def _has_memory(timeline: Timeline, step: RecordedStep) -> bool:
-    """Whether the rank's memory was recorded over the whole step."""
+    """Return whether the rank's memory was recorded over the whole step."""
     inside = any(step.begin <= moment < step.end for moment, _ in timeline.memory)
     return inside and (len(timeline.memory) < MEMORY_SAMPLES or timeline.memory[-1][0] >= step.end)
 
 
 def _memory(step: RecordedStep, timeline: Timeline, most: int) -> dict[str, Any] | None:
-    """A rank's live bytes over the step, thinned to the highest moment of each of `most`
+    """Return a rank's live bytes over the step, thinned to the highest sample of each of `most`
     intervals."""
     if not _has_memory(timeline, step):
         return None

@@ -1,7 +1,7 @@
-"""The section on slow ranks: which ones the others waited for, by the flight recorders.
+"""The section on slow ranks: the ranks that the others waited for, by the flight recorders.
 
-delay of a call     from the arrival of the last but one rank to the last one's
-blame of a rank     the sum of the delays of the calls in which it came last
+delay of a call     time from the arrival of the last rank but one to that of the last rank
+blame of a rank     the sum of the delays of the calls in which it arrived last
 """
 
 from collections import Counter, defaultdict
@@ -20,7 +20,7 @@ Delay: TypeAlias = tuple[int | None, int, float]
 
 
 def section(run: RunFiles) -> Section:
-    """A table by rank, and the delay that each rank caused in each step."""
+    """Return the section: a table by rank, and the delay that each rank caused in each step."""
     found = Section("stragglers", "Slow ranks")
     if not run.flights:
         found.missing.append(
@@ -52,8 +52,8 @@ def section(run: RunFiles) -> Section:
 
 
 def _delays(flights: Sequence[RankFlight]) -> Iterator[Delay]:
-    """(step, the rank that came last, seconds that it came after the last but one) of each call
-    that all have ended."""
+    """Yield (step, rank that arrived last, seconds between the last rank but one and the last) of
+    each call that all ranks have ended."""
     for calls in group_calls(flights):
         if len(calls.ranks) < 2 or set(calls.calls) != set(calls.ranks):
             continue
@@ -65,14 +65,14 @@ def _delays(flights: Sequence[RankFlight]) -> Iterator[Delay]:
 
 
 def _without_last_step(delays: Sequence[Delay]) -> list[Delay]:
-    """Calls in steps but the last: what comes after that step (the validation, gathers) counts to
-    it."""
+    """Return the delays in all steps except the last: the recorders count calls after the last step
+    (validation, gathers) as its calls."""
     last = max((step for step, _, _ in delays if step is not None), default=0)
     return [delay for delay in delays if delay[0] is not None and delay[0] < last]
 
 
 def _waited_for_most(delays: Sequence[Delay], ranks: Sequence[int]) -> list[int]:
-    """At most MOST_RANKS ranks, in order."""
+    """Return at most MOST_RANKS ranks, those with the largest delays, in order of rank."""
     sums = defaultdict[int, float](float)
     for _, rank, seconds in delays:
         sums[rank] += seconds
@@ -80,7 +80,8 @@ def _waited_for_most(delays: Sequence[Delay], ranks: Sequence[int]) -> list[int]
 
 
 def _chart(ranks: Sequence[int], delays: Sequence[Delay]) -> Chart:
-    """Milliseconds by rank and step; of many steps each column has the longest of its steps."""
+    """Return the chart of milliseconds by rank and step; with many steps, a column has the largest
+    value of several."""
     sums: dict[tuple[int, int], float] = defaultdict(float)
     for step, rank, seconds in delays:
         if step is not None and rank in ranks:

@@ -1,4 +1,5 @@
-"""The sections on traffic: bytes from rank to rank by axis, and the ledger beside its formulas."""
+"""The sections on traffic: bytes from rank to rank by axis, and the ledger compared with its
+formulas."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ REMEDY = "it is written when a run ends well"
 
 
 def section(run: RunFiles) -> Section:
-    """The traffic matrix, all axes together and each by itself, and bytes by axis and verb."""
+    """Return the section: the traffic matrix of each axis and of all axes, and bytes by axis and
+    verb."""
     found = Section("traffic", "Traffic from rank to rank")
     ranks = run.metrics.get("ranks") or []
     if not ranks:
@@ -74,7 +76,7 @@ def _matrix(found: Section, ranks: Sequence[dict[str, Any]]) -> None:
 
 
 def _by_verb(ranks: Sequence[dict[str, Any]], steps: int) -> PlainTable:
-    """Sums over all ranks."""
+    """Return the table of the sums over all ranks."""
     counts = {
         kind: Counter(
             {
@@ -104,8 +106,8 @@ def _by_verb(ranks: Sequence[dict[str, Any]], steps: int) -> PlainTable:
 
 
 def ledger_section(run: RunFiles, tables: Sequence[PlainTable], lines: Sequence[str]) -> Section:
-    """The ledger beside its formulas. Args: tables, lines: as the terminal shows them at the end of
-    the run."""
+    """Return the section: the ledger compared with its formulas. Args: tables, lines: as in the
+    terminal at the end of the run."""
     found = Section(
         "ledger", "The ledger beside its formulas", tables=list(tables), lines=list(lines)
     )
