@@ -1,5 +1,5 @@
-"""python -m minidist.kernels [NAME …]: the resources of each kernel on each architecture, compiled
-without a GPU."""
+"""The resources of each kernel on each architecture, compiled without a GPU: python -m
+minidist.kernels [NAME …]."""
 
 import sys
 
@@ -8,8 +8,8 @@ from minidist.kernels.compile import ARCHITECTURES, architectures, compile_for, 
 
 
 def main(names: list[str]) -> int:
-    """Print a line a kernel: registers a thread, bytes of shared memory, bytes spilled. Returns the
-    exit status."""
+    """Print a line per kernel: registers per thread, bytes of shared memory, bytes spilled. Returns
+    the exit status."""
     cell = "{:>7}{:>7}{:>6}".format
     print(f"{'kernel':<52}" + "".join(f"{architecture:>20}" for architecture in ARCHITECTURES))
     print(f"{'':<52}" + cell("reg", "shared", "spill") * len(ARCHITECTURES))

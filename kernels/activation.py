@@ -57,7 +57,7 @@ def bias_gelu_reference(x: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
 def bias_gelu_gradient_reference(
     x: np.ndarray, bias: np.ndarray | None, dy: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The gradients of x and of the bias."""
+    """Return the gradients of x and of the bias."""
     z = x if bias is None else x + bias
     h, rest = _gate(_IN * (z + _CUBE * z * z * z))
     dx = dy * (h + 2 * z * h * rest * _IN * (1 + 3 * _CUBE * z * z))
@@ -73,13 +73,14 @@ def swiglu_reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 def swiglu_gradient_reference(
     gate: np.ndarray, up: np.ndarray, dy: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The gradients of gate and up."""
+    """Return the gradients of gate and up."""
     h, rest = _gate(gate / 2)
     return dy * up * h * (1 + gate * rest), dy * gate * h
 
 
 def bias_gelu(x: Array, bias: Array | None = None, *, version: int | None = None) -> Array:
-    """A new array of x's shape and dtype. Raises: ShapeError if the bias is not one row of x."""
+    """Return GELU of x + bias: a new array of x's shape and dtype. Raises: ShapeError if the bias
+    is not one row of x."""
     y = array_module(x).empty(x.shape, x.dtype)
     _check_bias(x, bias)
     _elementwise("bias_gelu", x, (x, bias, y), (x.size, x.shape[-1]), version)
@@ -89,8 +90,10 @@ def bias_gelu(x: Array, bias: Array | None = None, *, version: int | None = None
 def bias_gelu_gradient(
     x: Array, bias: Array | None, dy: Array, *, version: int | None = None
 ) -> tuple[Array, Array]:
-    """dx and dbias (columns,), summed in float32 in an order that depends on the shape alone.
-    Raises: ShapeError."""
+    """Return dx and dbias (columns,), summed in float32 in an order that depends only on the shape.
+    Raises: ShapeError.
+    Raises: ShapeError.
+    """
     xp = array_module(x)
     columns = x.shape[-1]
     _check_bias(x, bias)
@@ -124,7 +127,7 @@ def bias_gelu_gradient(
 
 
 def swiglu(gate: Array, up: Array, *, version: int | None = None) -> Array:
-    """A new array: silu(gate) up. Raises: ShapeError."""
+    """Return silu(gate) up, a new array. Raises: ShapeError."""
     check_alike("swiglu", gate, up)
     y = array_module(gate).empty(gate.shape, gate.dtype)
     _elementwise("swiglu", gate, (gate, up, y), (gate.size,), version)
@@ -134,7 +137,7 @@ def swiglu(gate: Array, up: Array, *, version: int | None = None) -> Array:
 def swiglu_gradient(
     gate: Array, up: Array, dy: Array, *, version: int | None = None
 ) -> tuple[Array, Array]:
-    """The gradients of gate and up: new arrays. Raises: ShapeError."""
+    """Return the gradients of gate and up: new arrays. Raises: ShapeError."""
     check_alike("swiglu_gradient", gate, up, dy)
     xp = array_module(gate)
     dgate, dup = (xp.empty(gate.shape, gate.dtype) for _ in range(2))
@@ -143,12 +146,12 @@ def swiglu_gradient(
 
 
 def _given(*arrays: Any) -> list[Any]:
-    """The arrays that are not None."""
+    """Return the arrays that are not None."""
     return [array for array in arrays if array is not None]
 
 
 def _check_bias(x: Array, bias: Array | None) -> None:
-    """Raises: ShapeError if the bias is not one row of x."""
+    """Raise ShapeError if the bias is not one row of x."""
     if bias is not None and bias.shape != x.shape[-1:]:
         raise ShapeError(
             f"bias_gelu: a bias of shape {bias.shape} does not fit x {x.shape}; it needs "

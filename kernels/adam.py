@@ -7,8 +7,8 @@ the launchers.
     adam_step(tensors, gradients, lr=1e-3, norm=norm, limit=1.0, scale=1 / loss_scale)  # an overflow changes nothing
 
 Master weights and both moments are float32, gradients and the copies of the weights of one dtype,
-float32, float16 or bfloat16; version 1, the naive one, takes float32 alone. Bytes moved: at the
-head of adam.cu.
+float32, float16 or bfloat16; version 1, the naive one, takes only float32. Bytes moved: at the head
+of adam.cu.
 """
 
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ def adam_reference(
     decay: float = 0.0,
     apart: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """p, m and v after update number `step` by gradient g (scaled and clipped already); `apart`:
-    AdamW's decay."""
+    """Return p, m and v after update number `step` by gradient g (scaled and clipped already);
+    `apart`: AdamW's decay."""
     b1, b2 = betas
     p, g = (p * (1 - lr * decay), g) if apart else (p, g + decay * p)
     m = b1 * m + (1 - b1) * g
@@ -95,7 +95,7 @@ class AdamTensors:
 
 
 def _same_shapes(caller: str, lists: Sequence[Sequence[Array]]) -> None:
-    """Raises: ShapeError if the lists differ in shapes."""
+    """Raise ShapeError if the lists differ in shapes."""
     shapes = [[array.shape for array in arrays] for arrays in lists]
     if any(other != shapes[0] for other in shapes):
         raise ShapeError(
@@ -117,8 +117,8 @@ def adam_step(
     limit: float = 0.0,
     version: int | None = None,
 ) -> None:
-    """One update of every tensor, in place. If norm is inf or NaN, no tensor changes and no update
-    is counted.
+    """Update every tensor once, in place. If norm is inf or NaN, no tensor changes and no update is
+    counted.
 
     Args:    lr: the rate; or float64 (1,) on the device, read when the kernel runs.
              scale: gradients are multiplied by it (1 / loss scale), and by `factor`, float32 (1,)
@@ -189,7 +189,7 @@ def adam_step(
 def _a_launch_each(
     tensors: AdamTensors, gradients: Gradients, constants: tuple[float, ...]
 ) -> None:
-    """Version 1: a launch for each tensor."""
+    """Run version 1: a launch for each tensor."""
     copies = [None] * len(tensors.decays) if tensors.copies is None else tensors.copies.arrays
     for p, g, m, v, copy, decay in zip(
         tensors.masters.arrays,

@@ -1,10 +1,10 @@
 """a + b in one pass: the reference, then the launchers of add.cu's two versions.
 
-    y = add(a, b)                       # of one shape, or b as a's last dims: a bias beside rows
+    y = add(a, b)                       # of one shape, or b as a's last dims: a bias for each row
     add(a, b, out=a)                    # in place
 
 float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; added in float32 and rounded
-once. Moved: 2 itemsize bytes an element of a, and b once. On an H200 CuPy's sums of bfloat16 in a
+once. Moved: 2 itemsize bytes per element of a, and b once. On an H200 CuPy's sums of bfloat16 in a
 step took four times as long.
 """
 
@@ -21,16 +21,15 @@ BLOCK = 256  # threads
 
 
 def add_reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a + b; b is repeated over the dims that it lacks."""
+    """Return a + b; b is repeated over the dims that it lacks."""
     return a + b
 
 
 def add(a: Array, b: Array, *, out: Array | None = None, version: int | None = None) -> Array:
-    """`out`, or a new array of a's shape. out may be a.
+    """Return a + b in `out`, or in a new array of a's shape. out may be a.
 
     Raises: ShapeError if b is not a's last dims; DtypeError if they differ in dtype; KernelError if
-    `version` does not
-            fit.
+            `version` does not fit.
     """
     y = array_module(a, b).empty(a.shape, a.dtype) if out is None else out
     check_version("add", version, VERSIONS)

@@ -6,7 +6,7 @@
 
 q (B, H, T, D), k and v (B, H_kv, S, D), float32, float16 or bfloat16, contiguous, NumPy (CPU build)
 or CuPy. H / H_kv query heads in a row share one key head. log_total (B, H, T), float32, is
-log(sum(exp(scores))) of each query; backward needs only this beside the inputs and y. `blocks`
+log(sum(exp(scores))) of each query; backward needs only this, the inputs and y. `blocks`
 (ceil(T / 64), ceil(S / 64)), bool: which 64 queries see which 64 keys, for all heads (block-sparse
 attention); a query without keys gets zeros. Sums are float32.
 Cost: 4·B·H·T·S·D operations forward, less those of skipped tiles: tiles after all of their queries,
@@ -50,12 +50,12 @@ GRADIENTS = Source(
 
 
 def _repeated(x: np.ndarray, heads: int) -> np.ndarray:
-    """(B, H_kv, S, D) -> (B, H, S, D): each key head repeated for the query heads that share it."""
+    """Repeat each key head for the query heads that share it: (B, H_kv, S, D) -> (B, H, S, D)."""
     return np.repeat(x, heads // x.shape[1], axis=1)
 
 
 def seen(queries: int, keys: int, causal: bool, blocks: np.ndarray | None) -> np.ndarray:
-    """(T, S), bool: whether a query sees a key."""
+    """Return (T, S), bool: whether a query sees a key."""
     mask = np.ones((queries, keys), bool)
     if causal:
         mask &= np.arange(keys) <= np.arange(queries)[:, None]
@@ -74,7 +74,7 @@ def attention_reference(
     causal: bool = False,
     blocks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """y (B, H, T, D) and log_total (B, H, T)."""
+    """Return y (B, H, T, D) and log_total (B, H, T)."""
     scores = q @ _repeated(k, q.shape[1]).swapaxes(-1, -2) * q.shape[-1] ** -0.5
     scores = np.where(seen(q.shape[2], k.shape[2], causal, blocks), scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
@@ -95,7 +95,7 @@ def attention_gradient_reference(
     causal: bool = False,
     blocks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dq, dk, dv; the formulas are in attention_gradient.cu."""
+    """Return dq, dk, dv; the formulas are in attention_gradient.cu."""
     heads = q.shape[1]
     scale = q.shape[-1] ** -0.5
     y, log_total = attention_reference(q, k, v, causal=causal, blocks=blocks)
@@ -123,7 +123,7 @@ def attention(
     blocks: Array | None = None,
     version: int | None = None,
 ) -> tuple[Array, Array]:
-    """y, of q's shape and dtype, and log_total (B, H, T), float32.
+    """Return y, of q's shape and dtype, and log_total (B, H, T), float32.
 
     Raises: ShapeError, DtypeError; KernelError if `version` does not fit.
     """
@@ -138,8 +138,8 @@ def attention(
 
 
 def attention_packed(qkv: Array, heads: int, *, version: int | None = None) -> tuple[Array, Array]:
-    """Causal attention on one array (B, T, 3·H·D), which holds q, then k, then v of all heads,
-    where it lies.
+    """Compute causal attention on one array (B, T, 3·H·D) without a copy; it holds q, then k, then
+    v of all heads.
 
     Returns: y (B, T, H·D) and log_total (B, H, T). Raises: ShapeError; KernelError if `version`
     does not fit.
@@ -165,8 +165,8 @@ def attention_gradient(
     blocks: Array | None = None,
     version: int | None = None,
 ) -> tuple[Array, Array, Array]:
-    """dq, dk, dv, with the shapes and the dtype of q, k, v. y, log_total: from `attention`; dy: the
-    gradient of y.
+    """Return dq, dk, dv, with the shapes and the dtype of q, k, v. y, log_total: from `attention`;
+    dy: the gradient of y.
 
     Raises: ShapeError, DtypeError; KernelError if `version` does not fit.
     """
@@ -192,7 +192,7 @@ def attention_gradient(
 def attention_packed_gradient(
     qkv: Array, y: Array, log_total: Array, dy: Array, heads: int, *, version: int | None = None
 ) -> Array:
-    """The gradient of qkv (B, T, 3·H·D). y, log_total: from `attention_packed`. Raises: as
+    """Return the gradient of qkv (B, T, 3·H·D). y, log_total: from `attention_packed`. Raises: as
     attention_gradient."""
     rules = _packed_rules(qkv, heads)
     if (
@@ -212,7 +212,7 @@ def attention_packed_gradient(
 
 @dataclass(frozen=True)
 class Rules:
-    """Sizes and rules of a call. packed: q, k and v are one array, as in attention_packed."""
+    """The sizes and rules of a call. packed: q, k and v are one array, as in attention_packed."""
 
     batch: int
     heads: int
@@ -225,7 +225,7 @@ class Rules:
     packed: bool = False
 
     def args(self, xp: Any) -> tuple[Any, ...]:
-        """As the kernels take them."""
+        """Return the sizes and rules as the kernels take them."""
         mask = None if self.blocks is None else xp.ascontiguousarray(self.blocks).view(np.uint8)
         return (
             self.heads,
@@ -244,7 +244,7 @@ class Rules:
         return next((width for width in WIDTHS if self.width <= width), 0)
 
     def whole(self, *arrays: Array) -> bool:
-        """Whether every row of a head begins at a multiple of 16 bytes."""
+        """Return whether every row of a head begins at a multiple of 16 bytes."""
         return self.width * arrays[0].dtype.itemsize % 16 == 0 and begin_aligned(*arrays)
 
 
@@ -367,13 +367,13 @@ def _tiled_gradient(
 
 
 def _tile_bytes(width: int) -> int:
-    """Of a tile of version 3 in shared memory."""
+    """Return the bytes of a tile of version 3 in shared memory."""
     return 64 * (width + 8) * 2
 
 
 def fastest(q: Array) -> int:
-    """The fastest version that fits: tensor cores for half types; version 1 if a head is wider than
-    a tile."""
+    """Return the fastest version that fits: tensor cores for half types; version 1 if a head is
+    wider than a tile."""
     return _fastest(q, q.shape[-1])
 
 
@@ -382,8 +382,8 @@ def _fastest(q: Array, width: int) -> int:
 
 
 def _version(name: str, version: int | None, rules: Rules, q: Array) -> int:
-    """The version to run. Raises: KernelError if the wanted one does not take q's dtype or the
-    width of its heads."""
+    """Return the version to run. Raises: KernelError if the wanted one does not take q's dtype or
+    the width of its heads."""
     check_version(name, version, VERSIONS)
     if version == 3 and q.dtype not in LOW_PRECISION:
         raise KernelError(
@@ -403,7 +403,8 @@ def _apart_rules(q: Array, k: Array, causal: bool, blocks: Array | None) -> Rule
 
 
 def _packed_rules(qkv: Array, heads: int) -> Rules:
-    """Raises: ShapeError if qkv does not hold three times so many heads."""
+    """Return the rules of a packed call. Raises: ShapeError if qkv does not hold three times
+    `heads` heads."""
     if qkv.ndim != 3 or heads < 1 or qkv.shape[2] % (3 * heads):
         raise ShapeError(
             f"attention kernel: qkv {qkv.shape} with {heads} heads; it needs (B, T, 3·heads·D)"

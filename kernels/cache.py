@@ -17,8 +17,8 @@ LIMIT = 100.0  # seconds that a process waits for another's build
 
 
 def folder() -> Path:
-    """The folder: minidist/kernels in the user's cache folder. Raises: KernelError for a user
-    without a home."""
+    """Return the folder: minidist/kernels in the user's cache folder. Raises: KernelError for a
+    user without a home."""
     try:
         return (
             Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -33,7 +33,8 @@ def folder() -> Path:
 
 
 def place(stem: str, suffix: str, *parts: str) -> Path:
-    """The path of the file built from these texts (sources, flags, the compiler's version)."""
+    """Return the path of the file built from these texts (sources, flags, the compiler's
+    version)."""
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=10).hexdigest()
     return folder() / f"{stem}-{digest}{suffix}"
 

@@ -1,10 +1,8 @@
 """Casts to fewer bits, with a scale and the largest |element| as a by-product: the launchers of
 casts.cu.
 
-    y, amax = cast(x, "float8_e4m3fn", scale)       # scale float32 (1,) on the device, or None for
-                                                    1
-    x = restore(y, "float8_e4m3fn", scale)          # of fp8 only: exact, then / scale; float32 or
-                                                    bfloat16
+    y, amax = cast(x, "float8_e4m3fn", scale)  # scale float32 (1,) on the device, or None for 1
+    x = restore(y, "float8_e4m3fn", scale)     # only fp8: exact, then / scale; float32 or bfloat16
 
 float32 or bfloat16 to fp8 (e4m3, e5m2: y is uint8, as CuPy has no dtype for it;
 `y.view(ml_dtypes.…)` on the host), float32 to float16 or bfloat16. Rounded as ml_dtypes does, bit
@@ -54,8 +52,8 @@ SOURCE = Source(
 
 
 def cast_reference(x: np.ndarray, target: str, scale: float = 1.0) -> tuple[np.ndarray, np.float32]:
-    """x (float32 or bfloat16) times scale in float32, clipped to fp8's range, rounded once; and the
-    largest |x|."""
+    """Return x (float32 or bfloat16) times scale in float32, clipped to fp8's range, rounded once;
+    and the largest |x|."""
     wide = x.astype(np.float32)
     amax = np.abs(wide).max(initial=0)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -69,8 +67,8 @@ def cast_reference(x: np.ndarray, target: str, scale: float = 1.0) -> tuple[np.n
 def cast(
     x: Array, target: str, scale: Array | None = None, *, version: int | None = None
 ) -> tuple[Array, Array]:
-    """x times scale in `target`, of x's shape; and the largest |x| before scaling, float32 (1,),
-    NaN if an element is.
+    """Return x times scale in `target`, of x's shape; and the largest |x| before scaling, float32
+    (1,), NaN if an element is.
 
     Raises: DtypeError for a pair of dtypes that TARGETS does not name; KernelError if `version`
     does not fit.
@@ -102,7 +100,7 @@ def cast(
 
 
 def restore(y: Array, target: str, scale: Array | None = None, *, kind: str = "float32") -> Array:
-    """The numbers of fp8 bytes (uint8), divided by scale, in `kind`: float32 or bfloat16.
+    """Return the numbers of fp8 bytes (uint8), divided by scale, in `kind`: float32 or bfloat16.
 
     Raises: DtypeError for another dtype.
     """

@@ -7,7 +7,7 @@ from minidist.errors import KernelError, ShapeError
 
 
 def check_alike(name: str, *arrays: Array | None) -> None:
-    """Raises: ShapeError if the arrays that are not None differ in shape."""
+    """Raise ShapeError if the arrays that are not None differ in shape."""
     shapes = {array.shape for array in arrays if array is not None}
     if len(shapes) > 1:
         raise ShapeError(
@@ -16,14 +16,14 @@ def check_alike(name: str, *arrays: Array | None) -> None:
 
 
 def check_number(name: str, what: str, array: Array | None) -> None:
-    """Raises: ShapeError if an array that stands for a number on the device does not have one
+    """Raise ShapeError if an array that stands for a number on the device does not have one
     element."""
     if array is not None and array.size != 1:
         raise ShapeError(f"{name}: {what} has shape {array.shape}; it needs one number, shape (1,)")
 
 
 def check_version(name: str, version: int | None, versions: Sequence[int]) -> None:
-    """Raises: KernelError for a version that does not exist; None means the fastest that fits."""
+    """Raise KernelError for a version that does not exist; None means the fastest that fits."""
     if version is not None and version not in versions:
         raise KernelError(
             f"{name} has no version {version}; choose one of {', '.join(map(str, versions))}"

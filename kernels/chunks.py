@@ -2,8 +2,8 @@
 threads.
 
     chunks = Chunks([w.size for w in weights], xp)
-    launch(…, grid=len(chunks), args=(Table(weights), chunks.owner, chunks.start, chunks.lengths,
-    …))
+    args = (Table(weights), chunks.owner, chunks.start, chunks.lengths, …)
+    launch(…, grid=len(chunks), args=args)
 
 A model has hundreds of tensors, most of them small (biases, norms); a launch for each costs more
 than its work.

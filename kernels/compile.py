@@ -22,14 +22,14 @@ from minidist.kernels import tools
 from minidist.kernels.cache import missing, place
 from minidist.kernels.loader import HERE, STANDARD, Source, compile_error
 
-OPTIONS = (STANDARD, "-ftz=true")  # CuPy adds the second by itself
+OPTIONS = (STANDARD, "-ftz=true")  # CuPy adds the second itself
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")  # A100, H100 and H200, B200
 
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """A kernel's resources on an architecture: registers a thread, bytes of static shared memory a
-    block, spills."""
+    """A kernel's resources on an architecture: registers per thread, bytes of static shared memory
+    per block, spills."""
 
     kernel: str
     architecture: str
@@ -41,7 +41,7 @@ class ResourceUsage:
 
 
 def sources() -> list[Source]:
-    """The Sources of all modules in this folder."""
+    """Return the Sources of all modules in this folder."""
     found = []
     for path in sorted(HERE.glob("*.py")):
         if path.stem not in ("__init__", "__main__") and path.with_suffix(".cu").exists():
@@ -51,13 +51,13 @@ def sources() -> list[Source]:
 
 
 def architectures(source: Source) -> list[str]:
-    """Those of ARCHITECTURES that run the kernels of a source."""
+    """Return the ARCHITECTURES that run the kernels of a source."""
     return [name for name in ARCHITECTURES if int(name.removeprefix("sm_")) >= source.since]
 
 
 def one_of_each(source: Source, turn: int) -> list[str]:
-    """One instance of each kernel of a source, another one at each turn: "softmax_v1<float>",
-    "softmax_v2<float>", …"""
+    """Return one instance of each kernel of a source, another one at each turn:
+    "softmax_v1<float>", "softmax_v2<float>", …"""
     instances: dict[str, list[str]] = {}
     for kernel in source.kernels:
         instances.setdefault(kernel.partition("<")[0], []).append(kernel)
@@ -67,10 +67,10 @@ def one_of_each(source: Source, turn: int) -> list[str]:
 def compile_for(
     source: Source, architecture: str, kernels: Sequence[str] = ()
 ) -> list[ResourceUsage]:
-    """The resources of each kernel of a source, or of `kernels`. Raises: KernelError with file and
-    line.
+    """Return the resources of each kernel of a source, or of `kernels`. Raises: KernelError with
+    file and line.
 
-    Cost: 50 ms a kernel by NVRTC, unless it is in the cache.
+    Cost: 50 ms per kernel by NVRTC, unless it is in the cache.
     """
     kernels = kernels or source.kernels
     path = place(
@@ -84,7 +84,8 @@ def compile_for(
 
 
 def _usages(log: str, architecture: str) -> list[ResourceUsage]:
-    """The resources in the log of ptxas -v; `name` lines before it give the kernels' names."""
+    """Return the resources in the log of ptxas -v; `name` lines before it give the kernels'
+    names."""
     names = dict(re.findall(r"^name (\S+) (.*)$", log, re.MULTILINE))
     found = []
     for part in log.split("Compiling entry function '")[1:]:
@@ -112,7 +113,7 @@ def _usages(log: str, architecture: str) -> list[ResourceUsage]:
 
 
 def available() -> bool:
-    """Whether there is a compiler for GPUs on this machine."""
+    """Return whether there is a compiler for GPUs on this machine."""
     return bool(_wheels() or shutil.which("nvcc"))
 
 
@@ -131,8 +132,8 @@ def _compiler() -> str:
 
 @cache
 def _wheels() -> tuple[Path, Path] | None:
-    """The folders of NVRTC's libraries and of CUDA's headers, as the wheels install them; None
-    without both."""
+    """Return the folders of NVRTC's libraries and of CUDA's headers, as the wheels install them;
+    None without both."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or []:
         for toolkit in sorted(Path(folder).glob("cu*")):
@@ -146,14 +147,14 @@ def _wheels() -> tuple[Path, Path] | None:
 
 @cache
 def _nvrtc(folder: Path) -> ctypes.CDLL:
-    """The NVRTC library. Its builtins library, which it loads itself, must be loaded before, with
-    global symbols."""
+    """Return the NVRTC library. Its builtins library, which it loads itself, must be loaded before,
+    with global symbols."""
     ctypes.CDLL(str(next(folder.glob("libnvrtc-builtins.so.*"))), ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(next(folder.glob("libnvrtc.so.*"))))
 
 
 def _by_nvrtc(source: Source, architecture: str, kernels: Sequence[str]) -> str:
-    """The log of compiling, after a line "name MANGLED kernel" for each kernel. Raises:
+    """Compile by NVRTC; return the log, after a line "name MANGLED kernel" for each kernel. Raises:
     KernelError."""
     wheels = _wheels()
     assert wheels is not None
@@ -193,7 +194,7 @@ def _by_nvrtc(source: Source, architecture: str, kernels: Sequence[str]) -> str:
 
 
 def _by_nvcc(source: Source, architecture: str, kernels: Sequence[str]) -> str:
-    """The log of compiling; kernels keep their mangled names. Raises: KernelError."""
+    """Compile by nvcc; return the log; kernels keep their mangled names. Raises: KernelError."""
     used = ", ".join(f"(void*){name}" for name in kernels)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / source.path.name

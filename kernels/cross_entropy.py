@@ -4,7 +4,7 @@ launcher.
     losses, dlogits = cross_entropy(logits, targets, scale=1 / tokens)                # a new array
     losses, dlogits = cross_entropy(logits, targets, scale=1 / tokens, out=logits)    # over the logits
 
-logits (…, columns) in float32, float16 or bfloat16, targets (…) int64; losses (…) float32, one a
+logits (…, columns) in float32, float16 or bfloat16, targets (…) int64; losses (…) float32, one per
 row. dlogits is the gradient of scale (times factor[0]) times the sum of the losses. NumPy (CPU
 build) or CuPy.
 Bytes moved: at the head of cross_entropy.cu.
@@ -23,14 +23,14 @@ SOURCE = Source(
     [f"cross_entropy_v{version}<{kind}>" for version in VERSIONS for kind in FLOATS],
 )
 BLOCK = {1: 128, 2: 256, 3: 256}  # threads
-LONG = 8192  # columns of a row, of which few fit a multiprocessor: 1,024 threads each
-# bytes of a row that version 3 can keep, where a block may have as much
+LONG = 8192  # columns of a long row; few such rows fit a multiprocessor: 1,024 threads each
+# bytes of a row that version 3 can keep, if a block may have that much
 MOST_KEPT = MOST_SHARED - 256
 
 
 def is_kept(logits: Array) -> bool:
-    """Whether version 3 can keep a row in shared memory on this device: sm_80 has 163 KiB, sm_89
-    and others 99."""
+    """Return whether version 3 can keep a row in shared memory on this device: sm_80 has 163 KiB,
+    sm_89 and others 99."""
     row = logits.shape[-1] * logits.dtype.itemsize
     if isinstance(logits, np.ndarray) or row <= 48 << 10:  # as every GPU has; asking takes a while
         return row <= MOST_KEPT
@@ -40,7 +40,7 @@ def is_kept(logits: Array) -> bool:
 def cross_entropy_reference(
     logits: np.ndarray, targets: np.ndarray, scale: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Losses (…) and the gradient (…, columns) of scale times their sum."""
+    """Return losses (…) and the gradient (…, columns) of scale times their sum."""
     top = logits.max(axis=-1, keepdims=True)
     e = np.exp(logits - top)
     total = e.sum(axis=-1, keepdims=True)
@@ -66,8 +66,8 @@ def cross_entropy(
     out: Array | None = None,
     version: int | None = None,
 ) -> tuple[Array, Array | None]:
-    """Losses and dlogits. A target outside the row gives NaN, because the host does not wait to
-    check targets.
+    """Return losses and dlogits. A target outside the row gives NaN, because the host does not wait
+    to check targets.
 
     Args:    gradient: False: dlogits is None; out: the array for dlogits, possibly the logits
              themselves.

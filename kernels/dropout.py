@@ -26,8 +26,8 @@ BLOCK = 256  # threads
 def residual_dropout_reference(
     x: np.ndarray, residual: np.ndarray | None, bits: np.ndarray, rate: float
 ) -> np.ndarray:
-    """residual + x / (1 - rate) where an element's 64 bits reach rate 2^64, else the residual
-    alone."""
+    """Return residual + x / (1 - rate) where an element's 64 bits reach rate 2^64, else only the
+    residual."""
     y = np.where(bits >= np.uint64(int(rate * 2.0**64)), x / (1.0 - rate), 0 * x)
     return y if residual is None else y + residual
 
@@ -43,10 +43,10 @@ def residual_dropout(
     width: int | None = None,
     version: int | None = None,
 ) -> Array:
-    """A new array of x's shape and dtype.
+    """Return x after dropout, plus the residual: a new array of x's shape and dtype.
 
-    Args:    key: backend.stream_key of the layer, step and seed; or uint64 (1,) beside x, read when
-             the kernel runs.
+    Args:    key: backend.stream_key of the layer, step and seed; or uint64 (1,) on x's device, read
+             when the kernel runs.
              tokens: (…) int64, the global index of each row (default: 0, 1, …).
              first_column, width: the first of these columns, and the number of all columns
              (default: these are all).

@@ -1,8 +1,8 @@
 """The gradient of an embedding without atomics: the reference, then the launcher of embedding.cu's
 three versions.
 
-    dtable = embedding_gradient(ids, dy, count)     # ids (…) integers below count, dy (…, width) ->
-                                                    (count, width)
+    # ids (…) integers below count, dy (…, width) -> (count, width)
+    dtable = embedding_gradient(ids, dy, count)
 
 dy float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. Sums are float32, in a fixed
 order: the same bits each time. Moved: dy.nbytes read, the result's written; versions 2 and 3 sort
@@ -21,13 +21,14 @@ SOURCE = Source(
     "embedding.cu",
     [f"embedding_gradient_v{version}<{kind}>" for version in VERSIONS for kind in FLOATS],
 )
-# threads a block, and a warp
+# threads per block, and per warp
 BLOCK = 256
 LANES = 32
 
 
 def embedding_gradient_reference(ids: np.ndarray, dy: np.ndarray, count: int) -> np.ndarray:
-    """Row t is the sum of the rows of dy whose id is t, in their order."""
+    """Return the gradient of the table: row t is the sum of the rows of dy whose id is t, in their
+    order."""
     result = np.zeros((count, dy.shape[-1]), dy.dtype)
     np.add.at(result, ids.reshape(-1), dy.reshape(-1, dy.shape[-1]))
     return result
@@ -41,7 +42,8 @@ def embedding_gradient(
     found: tuple[Array, Array] | None = None,
     version: int | None = None,
 ) -> Array:
-    """A new array (count, width) of dy's dtype. Ids outside of 0 … count - 1 are ignored.
+    """Return the gradient (count, width), a new array of dy's dtype. Ids outside of 0 … count - 1
+    are ignored.
 
     Args:    found: runs(ids, count) on the device of dy, if the caller has them.
     Raises:  ShapeError if dy does not fit ids; KernelError if `version` does not fit.
@@ -82,7 +84,8 @@ def embedding_gradient(
 
 
 def runs(ids: Array, count: int) -> tuple[Array, Array]:
-    """The positions of each id, sorted by id and then by position, and the bounds of each id's run.
+    """Return the positions of each id, sorted by id and then by position, and the bounds of each
+    id's run.
 
     For ids on the host, the host sorts while the GPU computes. CuPy's sort waits for the GPU.
     Returns: order (n,) int32; starts (count + 1,) int32: id t is at order[starts[t]:starts[t + 1]].

@@ -1,15 +1,14 @@
 """The global norm of many gradients, inf or NaN after an overflow: the reference, then the
 launchers.
 
-    gradients = Gradients([p.grad for p in parameters])         # a table on the device, made once
-    norm = global_norm(gradients, factor=1 / loss_scale)        # float32 (1,), on the device; the
-                                                                host does not wait
-    squares = sum_of_squares([p.grad for p in parameters])      # the same before the root, float64
-                                                                ()
+    gradients = Gradients([p.grad for p in parameters])      # a table on the device, made once
+    norm = global_norm(gradients, factor=1 / loss_scale)     # float32 (1,), on the device; the host
+                                                             # does not wait
+    squares = sum_of_squares([p.grad for p in parameters])   # before the root; float64 ()
 
 Tensors of one dtype (float32, float16, bfloat16), contiguous, any shapes; version 1, the naive one,
-float32 alone. Bytes read: all of the gradients, once. The bits depend on the tensors' values,
-lengths and order alone.
+takes only float32. Bytes read: all of the gradients, once. The bits depend only on the tensors'
+values, lengths and order.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ BLOCK = 256  # threads
 
 
 def global_norm_reference(gradients: Sequence[np.ndarray]) -> float:
-    """sqrt of the sum of squares, in float64."""
+    """Return the square root of the sum of squares, in float64."""
     return float(np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in gradients)))
 
 
@@ -58,12 +57,14 @@ class Gradients:
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether each array begins at a multiple of 16 bytes; its length does not matter."""
+        """Return whether each array begins at a multiple of 16 bytes; its length does not
+        matter."""
         return begin_aligned(*self.arrays)
 
 
 def global_norm(gradients: Gradients, *, factor: float = 1.0, version: int | None = None) -> Array:
-    """factor x the norm, float32 (1,), beside the gradients; inf or NaN if an element is.
+    """Return factor x the norm, float32 (1,), on the gradients' device; inf or NaN if an element
+    is.
 
     Raises: KernelError if version 3 is asked for and a tensor does not begin at a multiple of 16
     bytes.
@@ -77,7 +78,7 @@ def global_norm(gradients: Gradients, *, factor: float = 1.0, version: int | Non
 
 
 def sum_of_squares(arrays: Sequence[Array] | Gradients) -> Array:
-    """The sum of the squares of all elements: float64, without dims, on the device of the
+    """Return the sum of the squares of all elements: float64, without dims, on the device of the
     arrays."""
     gradients = arrays if isinstance(arrays, Gradients) else Gradients(arrays)
     sums = _sums(gradients, None)
@@ -89,7 +90,7 @@ def sum_of_squares(arrays: Sequence[Array] | Gradients) -> Array:
 
 
 def _sums(gradients: Gradients, version: int | None) -> Array:
-    """The sums of the squares, float32: of each chunk, or with version 1 of each tensor."""
+    """Return the sums of the squares, float32: of each chunk, or with version 1 of each tensor."""
     first = gradients.arrays[0]
     chunks = gradients.chunks
     version = version or (3 if gradients.aligned else 2)

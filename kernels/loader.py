@@ -74,8 +74,8 @@ _KERNEL = re.compile(
 
 
 def c_type(array: Array) -> str:
-    """The C name of an array's element type: float32 -> "float". Raises: DtypeError for a dtype no
-    kernel knows."""
+    """Return the C name of an array's element type: float32 -> "float". Raises: DtypeError for a
+    dtype no kernel knows."""
     if array.dtype not in C_TYPES:
         raise DtypeError(
             f"no kernel takes dtype {dtype_name(array.dtype)}; "
@@ -85,8 +85,8 @@ def c_type(array: Array) -> str:
 
 
 def aligned(*arrays: Array) -> bool:
-    """Whether 16-byte loads fit: each array, and each row along its last dim, begins at a multiple
-    of 16 bytes."""
+    """Return whether 16-byte loads fit: each array, and each row along its last dim, begins at a
+    multiple of 16 bytes."""
     return all(
         array.shape[-1] * array.dtype.itemsize % 16 == 0 and address_of(array) % 16 == 0
         for array in arrays
@@ -94,14 +94,14 @@ def aligned(*arrays: Array) -> bool:
 
 
 def begin_aligned(*arrays: Array) -> bool:
-    """Whether each array begins at a multiple of 16 bytes; the length of its rows does not
+    """Return whether each array begins at a multiple of 16 bytes; the length of its rows does not
     matter."""
     return all(address_of(array) % 16 == 0 for array in arrays)
 
 
 def version_for(name: str, wanted: int | None, *arrays: Array, packed: int = 2) -> int:
-    """The version to run: the wanted one, or the last that fits. From `packed` on, versions load 16
-    bytes at a time.
+    """Return the version to run: the wanted one, or the last that fits. From `packed` on, versions
+    load 16 bytes at a time.
 
     Raises:  KernelError if the wanted version loads 16 bytes at a time and an array does not fit.
     """
@@ -116,7 +116,7 @@ def version_for(name: str, wanted: int | None, *arrays: Array, packed: int = 2) 
 
 
 def address_of(array: Array) -> int:
-    """The address of an array's first element, in the memory of its device."""
+    """Return the address of an array's first element, in the memory of its device."""
     return int(
         array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
     )
@@ -201,7 +201,7 @@ class Source:
         return {found["name"]: found for found in _KERNEL.finditer(code)}
 
     def parameters(self, kernel: str) -> list[KernelParameter]:
-        """The parameters of an instance, "softmax_v1<float>", from its declaration. Raises:
+        """Return the parameters of an instance, "softmax_v1<float>", from its declaration. Raises:
         KernelError."""
         if kernel not in self._parameters:
             self._parameters[kernel] = self._parse(kernel)
@@ -239,14 +239,15 @@ class Source:
 
     @cached_property
     def module(self) -> Any:
-        """CuPy's module of the source, not compiled yet."""
+        """Return CuPy's module of the source, not compiled yet."""
         import cupy  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
 
         return cupy.RawModule(code=self.text, options=(STANDARD,), name_expressions=self.kernels)
 
     def function(self, kernel: str) -> Any:
-        """CuPy's function of an instance on the current device, compiled at the first use. Raises:
-        KernelError."""
+        """Return CuPy's function of an instance on the current device, compiled at the first use.
+        Raises: KernelError.
+        """
         from cupy.cuda import Device, compiler, runtime  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
 
         key = kernel, runtime.getDevice()
@@ -286,7 +287,7 @@ def _expand(path: Path, seen: set[Path]) -> str:
 
 
 def compile_error(source: Source, compiler: str, log: str) -> KernelError:
-    """The first error in a compiler's log as one line, with file and line number."""
+    """Return the first error in a compiler's log as one line, with file and line number."""
     found = re.search(
         r"^(\S+?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:catastrophic |fatal )?error:? *(?:#\d+\S*: )?(.*)$",
         log,
@@ -338,7 +339,7 @@ def launch(
 
 
 def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[KernelParameter, Any]]:
-    """Each parameter with its argument, checked; numbers as NumPy scalars of the parameter's
+    """Return each parameter with its argument, checked; numbers as NumPy scalars of the parameter's
     type."""
     parameters = source.parameters(kernel)
     if len(args) != len(parameters):
@@ -362,7 +363,7 @@ def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[Kernel
 
 
 def _check_one_device(kernel: str, arrays: Sequence[Array | None]) -> None:
-    """Raises: KernelError if the arrays lie on several devices."""
+    """Raise KernelError if the arrays lie on several devices."""
     places = {_device(array) for array in arrays if array is not None}
     if len(places) > 1:
         raise KernelError(
@@ -372,7 +373,7 @@ def _check_one_device(kernel: str, arrays: Sequence[Array | None]) -> None:
 
 
 def _device(array: Array) -> str:
-    """ "cpu", or "cuda 1"."""
+    """Return "cpu", or "cuda 1"."""
     if isinstance(array, np.ndarray):
         return "cpu"
     number = getattr(array.data, "device_id", None)
@@ -425,7 +426,7 @@ def _fit_number(kernel: str, parameter: KernelParameter, number: Any) -> Any:
 def _check_sizes(
     kernel: str, grid: int | tuple[int, ...], block: int | tuple[int, ...], shared: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Grid and block in three dims. Raises: KernelError beyond CUDA's limits."""
+    """Return grid and block in three dims. Raises: KernelError beyond CUDA's limits."""
     grids, blocks = ((*((n,) if isinstance(n, int) else n), 1, 1)[:3] for n in (grid, block))
     threads = math.prod(blocks)
     if min(blocks) < 1 or threads > MOST_THREADS or blocks[2] > MOST_BLOCK_Z:

@@ -1,15 +1,14 @@
 """The matrix product a @ b: the NumPy reference, then the launchers of matmul.cu's five versions.
 
-    c = matmul(a, b)                            # the fastest version that fits
-    c = matmul(a, b, version=2)                 # one rung of the ladder
-    dw = matmul(x, dy, transpose_a=True)        # xᵀ @ dy by tensor cores, without transposing x in
-                                                memory
+    c = matmul(a, b)                       # the fastest version that fits
+    c = matmul(a, b, version=2)            # one of the versions
+    dw = matmul(x, dy, transpose_a=True)   # xᵀ @ dy by tensor cores, no transposed copy in memory
 
 a (m, k), b (k, n), float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; sums are
 float32. These kernels are for learning: minidist multiplies by cuBLAS (backend.matmul). Not yet
 measured.
 Cost: 2·m·n·k operations; matmul.cu states the bytes that each version reads, `read_bytes` counts
-them.
+      them.
 """
 
 import numpy as np
@@ -45,13 +44,13 @@ SOURCE = Source(
 def matmul_reference(
     a: np.ndarray, b: np.ndarray, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> np.ndarray:
-    """(m, k) @ (k, n) -> (m, n), each as given or transposed."""
+    """Return (m, k) @ (k, n) -> (m, n), each as given or transposed."""
     return (a.T if transpose_a else a) @ (b.T if transpose_b else b)
 
 
 def read_bytes(version: int, m: int, n: int, k: int, itemsize: int) -> int:
-    """The bytes that a version reads from global memory: each tile of results reads its rows and
-    columns once."""
+    """Return the bytes that a version reads from global memory: each tile of results reads its rows
+    and columns once."""
     side = SIDES[version]
     return (-(-n // side) * m * k + -(-m // side) * n * k) * itemsize
 
@@ -64,8 +63,8 @@ def matmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> Array:
-    """A new array (m, n) of a's dtype. transpose_a: a is (k, m); transpose_b: b is (n, k); both for
-    version 5 only.
+    """Return a @ b, a new array (m, n) of a's dtype. transpose_a: a is (k, m); transpose_b: b is
+    (n, k); both for version 5 only.
 
     Raises: ShapeError, DtypeError; KernelError if `version` does not fit.
     """
@@ -87,7 +86,7 @@ def matmul(
 
 
 def fastest(a: Array) -> int:
-    """The fastest version that fits: tensor cores for half types, else vector loads."""
+    """Return the fastest version that fits: tensor cores for half types, else vector loads."""
     return 5 if a.dtype in LOW_PRECISION else 4
 
 

@@ -3,12 +3,12 @@
     x8, _ = cast(x, "float8_e4m3fn", x_scale)                   # casts.py
     w8, _ = cast(w, "float8_e4m3fn", w_scale)
     y = matmul_float8(x8, w8, (x_scale, w_scale))               # bfloat16
-    dw = matmul_float8(x8, dy8, (x_scale, dy_scale), formats=("float8_e4m3fn", "float8_e5m2"),
-    transpose_a=True)
+    formats = ("float8_e4m3fn", "float8_e5m2")
+    dw = matmul_float8(x8, dy8, (x_scale, dy_scale), formats=formats, transpose_a=True)
 
 a (m, k), b (k, n), uint8, contiguous, NumPy (CPU build) or CuPy (sm_89 and newer). Training with
-`--precision fp8` does not use it: widening to bf16 and cuBLAS is faster than this kernel, whose
-twin for bf16, matmul_v5, has an eighth of cuBLAS' rate on an H200. Not yet measured.
+`--precision fp8` does not use it: widening to bf16 and cuBLAS is faster than this kernel. The same
+kernel for bf16, matmul_v5, has an eighth of cuBLAS' rate on an H200. Not yet measured.
 Cost: 2·m·n·k operations; read (ceil(n/128)·m·k + ceil(m/128)·k·n) bytes, written 2·m·n.
 """
 
@@ -50,8 +50,8 @@ def matmul_float8_reference(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> np.ndarray:
-    """(m, k) @ (k, n) of bytes, each as given or transposed, in float64, divided by both scales:
-    (m, n)."""
+    """Return (m, k) @ (k, n) of bytes, each as given or transposed, in float64, divided by both
+    scales: (m, n)."""
     left, right = (
         bytes_.view(name).astype(np.float64) for bytes_, name in zip((a, b), formats, strict=True)
     )
@@ -71,8 +71,8 @@ def matmul_float8(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> Array:
-    """A new array (m, n), bfloat16. transpose_a: a is (k, m); transpose_b: b is (n, k); scales:
-    float32 (1,) each.
+    """Return a @ b, a new array (m, n), bfloat16. transpose_a: a is (k, m); transpose_b: b is (n,
+    k); scales: float32 (1,) each.
 
     Raises: ShapeError, DtypeError; KernelError on a GPU older than sm_89.
     """

@@ -1,15 +1,14 @@
 """Layer norm and RMS norm along the last dim and their gradients: references, then the launchers of
 norm.cu's versions.
 
-    y, mean, scale = layer_norm(x, w, b)                            # mean and scale: float32, one a
-                                                                    row
+    y, mean, scale = layer_norm(x, w, b)                   # mean and scale: float32, one per row
     dx, dw, db = layer_norm_gradient(x, w, dy, mean, scale)
     y, scale = rms_norm(x, w)
     dx, dw = rms_norm_gradient(x, w, dy, scale)
 
 x (…, columns), w and b (columns,), of one dtype, contiguous, NumPy (CPU build) or CuPy: float32,
-float16 or bfloat16; version 1, the naive one, float32 alone. Sums are float32, in an order that
-depends on the shape alone. Bytes moved: at the head of norm.cu.
+float16 or bfloat16; version 1, the naive one, only float32. Sums are float32, in an order that
+depends only on the shape. Bytes moved: at the head of norm.cu.
 """
 
 import numpy as np
@@ -41,10 +40,10 @@ SOURCE = Source(
     ],
 )
 BLOCK = 128  # threads
-# at most so many blocks share the rows for dw and db: two for each of 132 multiprocessors
+# the most blocks that share the rows for dw and db: two for each of 132 multiprocessors
 PARTS = 264
 PARTS_OF_ROWS = 1056  # of version 3, whose blocks are small: eight for each
-MOST_PACKS = 1024  # of 16 bytes a row in version 3: a thread each
+MOST_PACKS = 1024  # of 16 bytes per row in version 3: a thread each
 EPS = 1e-5
 
 Arrays = tuple[Array, ...]
@@ -53,7 +52,7 @@ Arrays = tuple[Array, ...]
 def norm_reference(
     x: np.ndarray, w: np.ndarray, b: np.ndarray | None, eps: float = EPS
 ) -> np.ndarray:
-    """Layer norm, or RMS norm if b is None, in x's dtype."""
+    """Return the layer norm, or RMS norm if b is None, in x's dtype."""
     apart = x if b is None else x - x.mean(axis=-1, keepdims=True)
     y = apart / np.sqrt((apart * apart).mean(axis=-1, keepdims=True) + eps) * w
     return y if b is None else y + b
@@ -62,8 +61,8 @@ def norm_reference(
 def norm_gradient_reference(
     x: np.ndarray, w: np.ndarray, dy: np.ndarray, *, centre: bool, eps: float = EPS
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The gradients of x, w and b; centre: False for RMS norm, which has no b and ignores the
-    third."""
+    """Return the gradients of x, w and b; centre: False for RMS norm, which has no b and ignores
+    the third."""
     apart = x - x.mean(axis=-1, keepdims=True) if centre else x
     scale = 1 / np.sqrt((apart * apart).mean(axis=-1, keepdims=True) + eps)
     hat = apart * scale
@@ -77,27 +76,27 @@ def norm_gradient_reference(
 def layer_norm(
     x: Array, w: Array, b: Array, *, eps: float = EPS, version: int | None = None
 ) -> Arrays:
-    """y like x; mean and scale, float32 (…). Raises: ShapeError, KernelError if w, b or `version`
-    do not fit x."""
+    """Return y like x; mean and scale, float32 (…). Raises: ShapeError, KernelError if w, b or
+    `version` do not fit x."""
     return _norm("layer_norm", x, w, b, eps, version)
 
 
 def rms_norm(x: Array, w: Array, *, eps: float = EPS, version: int | None = None) -> Arrays:
-    """y like x; scale, float32 (…)."""
+    """Return y like x; scale, float32 (…)."""
     return _norm("rms_norm", x, w, None, eps, version)
 
 
 def layer_norm_gradient(
     x: Array, w: Array, dy: Array, mean: Array, scale: Array, *, version: int | None = None
 ) -> Arrays:
-    """dx, dw and db; mean and scale: from layer_norm. Raises: as layer_norm."""
+    """Return dx, dw and db; mean and scale: from layer_norm. Raises: as layer_norm."""
     return _gradient("layer_norm_gradient", x, w, dy, mean, scale, version)
 
 
 def rms_norm_gradient(
     x: Array, w: Array, dy: Array, scale: Array, *, version: int | None = None
 ) -> Arrays:
-    """dx and dw; scale: from rms_norm. Raises: as layer_norm."""
+    """Return dx and dw; scale: from rms_norm. Raises: as layer_norm."""
     return _gradient("rms_norm_gradient", x, w, dy, None, scale, version)
 
 

@@ -4,8 +4,7 @@ tests, not for speed.
     softmax(x, version=2)                               # NumPy arrays: it runs here
     with watch(seed=3, count=True) as seen:
         softmax(x, version=2)
-    seen[0].loads.sectors                               # 32-byte sectors that the warps' loads
-                                                        touched
+    seen[0].loads.sectors                          # 32-byte sectors that the warps' loads touched
 
 It finds these errors, each a KernelError that names kernel, block, thread, array and line: an index
 out of bounds, a read of shared memory that was not written, a race (two threads, one of them
@@ -18,8 +17,8 @@ library) turns every load and store into a call, and memory.cpp checks it. Array
 guards before the launch, and back after it. Compiled files stay in the user's cache folder, by the
 content of the source.
 
-Cost: 20 to 40 ns a load or store, 0.5 µs a thread at a barrier, shuffle or atomic; 96 bytes of
-notes a checked element of an argument or byte of shared memory.
+Cost: 20 to 40 ns per load or store, 0.5 µs per thread at a barrier, shuffle or atomic; 96 bytes of
+notes per checked element of an argument or byte of shared memory.
 """
 
 import contextlib
@@ -153,7 +152,7 @@ def watch(*, seed: int = 0, count: bool = False) -> Iterator[list[Seen]]:
 
 
 def compiler() -> str | None:
-    """The path of g++, or None if there is none."""
+    """Return the path of g++, or None if there is none."""
     return shutil.which("g++")
 
 
@@ -163,7 +162,7 @@ def _version(path: str) -> str:
 
 
 def _built(stem: str, suffix: str, *parts: str) -> tuple[Path, str]:
-    """The path of the file built from these texts, and the compiler that builds it. Raises:
+    """Return the path of the file built from these texts, and the compiler that builds it. Raises:
     KernelError."""
     path = compiler()
     if path is None:
@@ -181,7 +180,7 @@ def _compile(source: Source, command: Sequence[str]) -> None:
 
 
 def _runtime(source: Source) -> Path:
-    """The object file of the scheduler and the checks, linked into each library."""
+    """Return the object file of the scheduler and the checks, which is linked into each library."""
     files = sorted(HEADERS.glob("*.cpp"))
     texts = [path.read_text(encoding="utf-8") for path in (*files, *sorted(HEADERS.glob("*.h")))]
     path, command = _built("runtime", ".o", *_RUNTIME_FLAGS, *texts)
@@ -195,10 +194,10 @@ def _runtime(source: Source) -> Path:
 
 
 def _cpp(source: Source) -> str:
-    """The .cu as C++: CUDA's keywords before it, a table of its kernels after it.
+    """Return the .cu as C++: CUDA's keywords before it, a table of its kernels after it.
 
     `extern __shared__ float tile[];` becomes a pointer; a namespace of its own keeps templates'
-    shared arrays apart.
+    shared arrays separate.
     """
     body = re.sub(
         r"extern\s+__shared__\s+(?:__align__\(\d+\)\s*)?([\w\s]+?)\s+(\w+)\s*\[\s*\]\s*;",
@@ -217,8 +216,8 @@ def _cpp(source: Source) -> str:
 
 
 def build(source: Source) -> Path:
-    """The library of a source, built unless it is in the cache. Raises: KernelError with file and
-    line."""
+    """Return the library of a source, built unless it is in the cache. Raises: KernelError with
+    file and line."""
     text = _cpp(source)
     runtime = _runtime(source)
     path, command = _built(source.path.stem, ".so", *_KERNEL_FLAGS, runtime.name, text)
@@ -259,13 +258,13 @@ def build(source: Source) -> Path:
 
 @cache
 def _built_once(source: Source, compiler: str | None, folder: Path) -> Path:
-    """`build`, by this compiler and in this cache folder: a launch need not read and hash all
-    sources again."""
+    """Return `build` by this compiler and in this cache folder, remembered: a launch need not read
+    and hash all sources again."""
     return build(source)
 
 
 def _symbols(path: Path) -> list[tuple[str, int, int]]:
-    """A library's symbols: name, address, bytes."""
+    """Return a library's symbols: name, address, bytes."""
     table = tools.run(["nm", "-C", "--format=sysv", str(path)], check=True).stdout
     rows = [
         [cell.strip() for cell in line.rsplit("|", 6)]
@@ -302,8 +301,8 @@ class _Library:
         )
 
     def line(self, offset: int) -> str:
-        """ " at file:line" of an address in the code, and of its caller; an empty string if it is
-        not known."""
+        """Return " at file:line" of an address in the code, and of its caller; an empty string if
+        it is not known."""
         tool = shutil.which("addr2line")
         if not offset or tool is None:
             return ""
@@ -324,8 +323,8 @@ def _library(path: Path, source: Source) -> _Library:
 
 
 class _Arena:
-    """The arguments' arrays, copied side by side with guards between them, at the alignment they
-    had in their owner."""
+    """The arguments' arrays, copied one after another with guards between them, at the alignment
+    they had in their owner."""
 
     def __init__(self, values: Sequence[tuple[KernelParameter, Any]]) -> None:
         arrays: dict[tuple[int, int], tuple[KernelParameter, np.ndarray]] = {}
@@ -382,7 +381,7 @@ class _Arena:
 def _arrays(
     values: Sequence[tuple[KernelParameter, Any]],
 ) -> Iterator[tuple[KernelParameter, np.ndarray]]:
-    """The arguments' arrays and those that tables point to; a table itself is only read."""
+    """Yield the arguments' arrays and those that tables point to; a table itself is only read."""
     for parameter, value in values:
         if isinstance(value, Table):
             yield replace(parameter, const=True), value.addresses
@@ -395,7 +394,7 @@ def _arrays(
 
 
 def _offset(array: np.ndarray) -> int:
-    """The offset of a view in the array that owns its memory, in bytes."""
+    """Return the offset of a view in the array that owns its memory, in bytes."""
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base

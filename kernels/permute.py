@@ -1,9 +1,8 @@
-"""Tokens to their experts and back, as ops/experts.py sends them: references, then the launchers of
-permute.cu.
+"""Tokens copied to the rows of their experts and summed again, as in ops/experts.py: references, then
+the launchers of permute.cu.
 
     placement = place_rows(chosen, kept, experts=8)         # autograd/ops/experts.py
-    rows = to_experts(x, placement)                         # (T, width) -> (R, width), sorted by
-                                                            expert, then token
+    rows = to_experts(x, placement)                 # (T, width) -> (R, width), by expert and token
     y = from_experts(results, weights, placement)           # (R, width), (R,) float32 -> (T, width)
 
     dx = from_experts(drows, None, placement)               # the gradients
@@ -31,7 +30,7 @@ SOURCE = Source(
         for name in ("gather_v1", "gather_v2", "combine_v1", "combine_v2", "row_dots")
     ],
 )
-MOST_THREADS = 256  # a block
+MOST_THREADS = 256  # per block
 
 
 class RowPlacement(Protocol):
@@ -48,14 +47,14 @@ class RowPlacement(Protocol):
 
 
 def to_experts_reference(x: np.ndarray, placement: RowPlacement) -> np.ndarray:
-    """The token of each row: (T, width) -> (R, width)."""
+    """Return the token of each row: (T, width) -> (R, width)."""
     return x[placement.tokens]
 
 
 def from_experts_reference(
     results: np.ndarray, weights: np.ndarray | None, placement: RowPlacement
 ) -> np.ndarray:
-    """The sum of each token's rows, each times its weight: (R, width) -> (T, width)."""
+    """Return the sum of each token's rows, each times its weight: (R, width) -> (T, width)."""
     y = np.zeros((len(placement.slots), results.shape[1]), results.dtype)
     np.add.at(y, placement.tokens, results if weights is None else results * weights[:, None])
     return y
@@ -64,15 +63,15 @@ def from_experts_reference(
 def from_experts_gradient_reference(
     dy: np.ndarray, results: np.ndarray, weights: np.ndarray, placement: RowPlacement
 ) -> tuple[np.ndarray, np.ndarray]:
-    """With dy of the row's token: the gradients of results, weight · dy, and of weights, the dot
-    product row · dy."""
+    """Return, with dy of the row's token: the gradients of results, weight · dy, and of weights,
+    the dot product row · dy."""
     rows = dy[placement.tokens]
     return rows * weights[:, None], (rows * results).sum(axis=1)
 
 
 def to_experts(x: Array, placement: RowPlacement, *, version: int | None = None) -> Array:
-    """(T, width) -> (R, width). Raises: ShapeError if x does not fit; KernelError if `version` does
-    not."""
+    """Copy the token of each row: (T, width) -> (R, width). Raises: ShapeError if x does not fit;
+    KernelError if `version` does not."""
     _check("to_experts: x", x, len(placement.slots))
     return _gather(x, None, placement, version)
 
@@ -80,7 +79,9 @@ def to_experts(x: Array, placement: RowPlacement, *, version: int | None = None)
 def from_experts(
     results: Array, weights: Array | None, placement: RowPlacement, *, version: int | None = None
 ) -> Array:
-    """(R, width), float32 (R,) or None for ones -> (T, width). Raises: as to_experts."""
+    """Sum the weighted rows of each token: (R, width), float32 (R,) or None for ones -> (T, width).
+    Raises: as to_experts.
+    """
     _check("from_experts: results", results, len(placement.tokens))
     (count, ways) = placement.slots.shape
     width = results.shape[1]
@@ -106,7 +107,8 @@ def from_experts_gradient(
     *,
     version: int | None = None,
 ) -> tuple[Array, Array]:
-    """The gradients of results (R, width), and of weights (R,) float32. Raises: as to_experts."""
+    """Return the gradients of results (R, width), and of weights (R,) float32. Raises: as
+    to_experts."""
     _check("from_experts_gradient: dy", dy, len(placement.slots))
     _check("from_experts_gradient: results", results, len(placement.tokens))
     _check_weights(weights, placement)
@@ -142,7 +144,7 @@ def _gather(x: Array, weights: Array | None, placement: RowPlacement, version: i
 
 
 def _threads(x: Array, version: int) -> int:
-    """Threads a row: whole warps, no more than it has elements or packs."""
+    """Return the threads per row: whole warps, no more than it has elements or packs."""
     wanted = x.shape[1] * x.dtype.itemsize // 16 if version == 2 else x.shape[1]
     return min(MOST_THREADS, max(1, -(-wanted // 32)) * 32)
 

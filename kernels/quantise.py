@@ -1,8 +1,8 @@
 """Numbers in 8, 4 or 1 bits with a scale for each group: the references, then the launchers of
 quantise.cu.
 
-    codes, scales = quantise(x, bits=4)                     # int8: n of 8 bits, or ⌈n/2⌉ bytes of
-                                                            two; scales ⌈n/128⌉
+    codes, scales = quantise(x, bits=4)      # int8: n of 8 bits, or ⌈n/2⌉ bytes of two codes;
+                                             # scales ⌈n/128⌉
     y = restore(codes, scales, n, bits=4)                   # float32 (n,), or dtype="bfloat16"
     words, scales = pack_signs(x)                           # uint32 ⌈n/32⌉; float32 ⌈n/1024⌉
     y = restore_signs(words, scales, n)
@@ -45,7 +45,7 @@ BLOCK = 256  # threads
 
 
 def quantise_reference(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (n,) int8, not packed, and scales, in float32 with the bits of the kernel."""
+    """Return codes (n,) int8, not packed, and scales, in float32 with the bits of the kernel."""
     groups = _grouped(x.astype(np.float32), GROUP)
     largest = LARGEST[bits]
     scales = np.abs(groups).max(axis=1) / np.float32(largest)
@@ -56,25 +56,25 @@ def quantise_reference(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray
 
 
 def restore_reference(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """code × scale, of codes that are not packed, in the scales' dtype."""
+    """Return code × scale, for codes that are not packed, in the scales' dtype."""
     with np.errstate(invalid="ignore"):
         return codes * np.repeat(scales, GROUP)[: len(codes)]
 
 
 def pack_signs_reference(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each element is 0 or more, (n,) bool, and the mean of |x| of each group."""
+    """Return whether each element is 0 or more, (n,) bool, and the mean of |x| of each group."""
     flat = x.reshape(-1)
     sums = _grouped(np.abs(flat), SIGNS_GROUP).sum(axis=1)
     return ~(flat < 0), sums / _grouped(np.ones(x.size), SIGNS_GROUP).sum(axis=1)
 
 
 def _grouped(x: np.ndarray, group: int) -> np.ndarray:
-    """x as (⌈n/group⌉, group), padded with zeros."""
+    """Return x as (⌈n/group⌉, group), padded with zeros."""
     return np.pad(x.reshape(-1), (0, -x.size % group)).reshape(-1, group)
 
 
 def quantise(x: Array, *, bits: int, version: int | None = None) -> tuple[Array, Array]:
-    """Codes and scales.
+    """Return codes and scales.
 
     Raises: ConfigError for other bits; DtypeError for another x; KernelError if `version` does not
     fit.
@@ -103,8 +103,8 @@ def quantise(x: Array, *, bits: int, version: int | None = None) -> tuple[Array,
 
 
 def restore(codes: Array, scales: Array, count: int, *, bits: int, dtype: str = "float32") -> Array:
-    """(count,) numbers in `dtype`. Raises: ConfigError, DtypeError, ShapeError if codes or scales
-    do not fit."""
+    """Return (count,) numbers in `dtype`. Raises: ConfigError, DtypeError, ShapeError if codes or
+    scales do not fit."""
     _check("restore", np.dtype(dtype), bits)
     _check_sizes("restore", codes, -(-count * bits // 8), scales, -(-count // GROUP))
     y = array_module(codes).empty(count, dtype)
@@ -120,7 +120,7 @@ def restore(codes: Array, scales: Array, count: int, *, bits: int, dtype: str = 
 
 
 def pack_signs(x: Array, *, version: int | None = None) -> tuple[Array, Array]:
-    """Sign bits, 32 in a word, 0 beyond the last element; and scales. Raises: DtypeError for
+    """Return sign bits, 32 in a word, 0 beyond the last element; and scales. Raises: DtypeError for
     another x."""
     _check("pack_signs", x.dtype)
     xp = array_module(x)
@@ -141,8 +141,8 @@ def pack_signs(x: Array, *, version: int | None = None) -> tuple[Array, Array]:
 
 
 def restore_signs(words: Array, scales: Array, count: int, *, dtype: str = "float32") -> Array:
-    """(count,) numbers, scale or -scale. Raises: DtypeError, ShapeError if words or scales do not
-    fit."""
+    """Return (count,) numbers, scale or -scale. Raises: DtypeError, ShapeError if words or scales
+    do not fit."""
     _check("restore_signs", np.dtype(dtype))
     _check_sizes("restore_signs", words, -(-count // 32), scales, -(-count // SIGNS_GROUP))
     y = array_module(words).empty(count, dtype)

@@ -2,11 +2,10 @@
 ring_add.cu's two versions.
 
     ring_add(incoming, own, outgoing=chunk)             # for the next rank, rounded once
-    ring_add(incoming, own, total=own)                  # the last step: the sum in float32, in
-                                                        place
+    ring_add(incoming, own, total=own)                  # last step: the sum in float32, in place
 
 incoming and outgoing, received and sent: (n,) float32, float16 or bfloat16; own and total: (n,)
-float32. Contiguous, NumPy (CPU build) or CuPy. Moved: 4 + 2 itemsize bytes an element, 4 more if
+float32. Contiguous, NumPy (CPU build) or CuPy. Moved: 4 + 2 itemsize bytes per element, 4 more if
 total is written too.
 """
 
@@ -24,7 +23,7 @@ BLOCK = 256  # threads
 
 
 def ring_add_reference(incoming: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """The sum in own's dtype."""
+    """Return the sum in own's dtype."""
     return incoming.astype(own.dtype) + own
 
 
@@ -40,8 +39,7 @@ def ring_add(
 
     outgoing may be incoming, and total may be own.
     Raises: ConfigError without outgoing and total; ShapeError if lengths differ; KernelError if
-    `version` does not
-            fit.
+            `version` does not fit.
     """
     arrays = [array for array in (incoming, own, outgoing, total) if array is not None]
     if len(arrays) == 2:

@@ -1,8 +1,8 @@
 """Rotary positions and their gradient: the reference, then the launchers of rotary.cu's two
 versions.
 
-    y = rotary(x, cos, sin)                     # x (…, tokens, width), cos and sin (tokens,
-                                                width/2) float32
+    # x (…, tokens, width), cos and sin (tokens, width/2) float32
+    y = rotary(x, cos, sin)
     dx = rotary_gradient(dy, cos, sin)
 
 x float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; layout as ops.rotary: (x[i],
@@ -23,20 +23,20 @@ BLOCK = 256  # threads
 
 
 def rotary_reference(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Each pair (x[i], x[i + width/2]) rotated by its angle; with -sin by the negative angle, for
+    """Rotate each pair (x[i], x[i + width/2]) by its angle; with -sin by the negative angle, for
     the gradient."""
     a, b = np.split(x, 2, axis=-1)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def rotary(x: Array, cos: Array, sin: Array, *, version: int | None = None) -> Array:
-    """A new array like x. Raises: ShapeError if cos or sin do not fit; KernelError if `version`
-    does not."""
+    """Return x rotated, a new array like x. Raises: ShapeError if cos or sin do not fit;
+    KernelError if `version` does not."""
     return _turned(x, cos, sin, 1.0, version)
 
 
 def rotary_gradient(dy: Array, cos: Array, sin: Array, *, version: int | None = None) -> Array:
-    """The gradient of x: dy rotated back. Raises: as rotary."""
+    """Return the gradient of x: dy rotated back. Raises: as rotary."""
     return _turned(dy, cos, sin, -1.0, version)
 
 

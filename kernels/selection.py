@@ -35,18 +35,18 @@ MOST_BLOCKS = 8 * 132  # that count digits: 8 for each of 132 multiprocessors
 
 
 def top_k_reference(x: np.ndarray, k: int) -> np.ndarray:
-    """The indices of the first k by size (NaN first, ties in order), in ascending order."""
+    """Return the indices of the first k by size (NaN first, ties in order), in ascending order."""
     flat = np.abs(x.reshape(-1))
     return np.sort(np.lexsort((np.arange(flat.size), -flat, ~np.isnan(flat)))[:k])
 
 
 def at_least_reference(x: np.ndarray, threshold: float) -> np.ndarray:
-    """The indices of all elements with |x| not below the threshold."""
+    """Return the indices of all elements with |x| not below the threshold."""
     return np.flatnonzero(~(np.abs(x.reshape(-1)) < threshold))
 
 
 def top_k(x: Array, k: int, *, version: int | None = None) -> tuple[Array, Array]:
-    """Indices and values of the k largest |x|. Raises: ConfigError for a k outside of 0 … n;
+    """Return indices and values of the k largest |x|. Raises: ConfigError for a k outside of 0 … n;
     DtypeError."""
     name = _name("top_k", x)
     n = x.size
@@ -74,8 +74,8 @@ def top_k(x: Array, k: int, *, version: int | None = None) -> tuple[Array, Array
 
 
 def at_least(x: Array, threshold: float) -> tuple[Array, Array]:
-    """Indices and values of all |x| >= threshold. Raises: ConfigError for a threshold below 0;
-    DtypeError."""
+    """Return indices and values of all |x| >= threshold. Raises: ConfigError for a threshold below
+    0; DtypeError."""
     name = _name("at_least", x)
     if not threshold >= 0:
         raise ConfigError(
@@ -93,8 +93,8 @@ def at_least(x: Array, threshold: float) -> tuple[Array, Array]:
 
 
 def _selected(x: Array, name: str, state: Array, k: int | None) -> tuple[Array, Array]:
-    """The indices and values selected by `state`; k: their number, or None to read it from the
-    device."""
+    """Return the indices and values selected by `state`; k: their number, or None to read it from
+    the device."""
     xp = array_module(x)
     blocks = -(-x.size // A_BLOCK)
     counts = xp.empty((2, blocks), np.int32)
@@ -119,13 +119,13 @@ def _selected(x: Array, name: str, state: Array, k: int | None) -> tuple[Array, 
 
 
 def _nothing(x: Array, k: int = 0) -> tuple[Array, Array]:
-    """New arrays for k indices and values."""
+    """Return new arrays for k indices and values."""
     xp = array_module(x)
     return xp.empty(k, np.int32), xp.empty(k, x.dtype)
 
 
 def _name(caller: str, x: Array) -> str:
-    """The C name of x's element type. Raises: DtypeError."""
+    """Return the C name of x's element type. Raises: DtypeError."""
     if dtype_name(x.dtype) not in KINDS:
         raise DtypeError(
             f"{caller}: no kernel for {dtype_name(x.dtype)}; it takes {' or '.join(KINDS)}"

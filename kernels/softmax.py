@@ -2,11 +2,11 @@
 softmax.cu's three versions.
 
     y = softmax(x)                           # the fastest version that fits x
-    dx = softmax_gradient(y, dy, version=2)  # one rung of the ladder
+    dx = softmax_gradient(y, dy, version=2)  # one of the versions
 
 x (…, columns), float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. Sums are
 float32. Moved: x.nbytes read and written forward; 2 x.nbytes read, x.nbytes written backward. 5
-operations an element.
+operations per element.
 """
 
 from typing import Any
@@ -31,7 +31,8 @@ BLOCK = 128  # threads
 
 
 def softmax_reference(x: np.ndarray) -> np.ndarray:
-    """exp(x) / sum(exp(x)) along the last dim, in x's dtype; zeros for a row with only -inf."""
+    """Return exp(x) / sum(exp(x)) along the last dim, in x's dtype; zeros for a row with only
+    -inf."""
     top = x.max(axis=-1, keepdims=True)
     e = np.exp(x - np.where(top == -np.inf, 0, top))
     total = e.sum(axis=-1, keepdims=True)
@@ -39,19 +40,21 @@ def softmax_reference(x: np.ndarray) -> np.ndarray:
 
 
 def softmax_gradient_reference(y: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    """The gradient of x, given y = softmax(x) and y's gradient."""
+    """Return the gradient of x, given y = softmax(x) and y's gradient."""
     return y * (dy - (y * dy).sum(axis=-1, keepdims=True))
 
 
 def softmax(x: Array, *, version: int | None = None) -> Array:
-    """A new array of x's shape and dtype. Raises: KernelError if `version` does not fit x."""
+    """Return the softmax, a new array of x's shape and dtype. Raises: KernelError if `version` does
+    not fit x."""
     y = array_module(x).empty(x.shape, x.dtype)
     _launch("softmax", (x, y), version)
     return y
 
 
 def softmax_gradient(y: Array, dy: Array, *, version: int | None = None) -> Array:
-    """A new array of y's shape and dtype: the gradient of x. Raises: ShapeError, KernelError."""
+    """Return the gradient of x, a new array of y's shape and dtype. Raises: ShapeError,
+    KernelError."""
     check_alike("softmax_gradient", y, dy)
     dx = array_module(y).empty(y.shape, y.dtype)
     _launch("softmax_gradient", (y, dy, dx), version)

@@ -8,8 +8,8 @@ LIMIT = 300.0  # seconds that a compiler may take
 
 
 def run(command: Sequence[str], *, check: bool = False) -> "subprocess.CompletedProcess[str]":
-    """Run a tool to its end. Returns: its status and its output as text, in English whatever the
-    user's language.
+    """Run a tool to its end. Returns: its status and its output as text, in English for every
+    language of the user.
 
     Raises:  subprocess.CalledProcessError if it fails and `check` is set; subprocess.TimeoutExpired
              after LIMIT.

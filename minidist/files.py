@@ -207,7 +207,7 @@ def make_member_folder(folder: Path) -> None:
 
 
 def private(file: str, flags: int) -> int:
-    """Open a file as `open` would; if it is new, for this user alone."""
+    """Open a file as `open` would; a new file is readable only for this user."""
     return os.open(file, flags, PRIVATE)
 
 

@@ -44,18 +44,11 @@ def busy_links(stations: Iterable[Station]) -> dict[Any, None]:
 class Running:
     """The state of the job that a station runs on shared links; one object per station.
 
-<<<<<<< HEAD
-    Attributes: loads: of each of its jobs. number: of the job that runs.
-                seconds_left: seconds that the job would still take alone, at time `since`.
-                slowness: how many times longer it takes now. turn: of its end in the heap; others
-                are old.
-=======
     Attributes: loads     the links and shares of each job of the station
-                number    the number of the running job
-                left      seconds alone of the work that is not done at time `since`
-                slowness  the factor by which it takes longer now
-                turn      the turn of its valid end in the heap; entries with another turn are old
->>>>>>> l-observe
+            number    the number of the running job
+            seconds_left  seconds alone of the work that is not done at time `since`
+            slowness  the factor by which it takes longer now
+            turn      the turn of its valid end in the heap; entries with another turn are old
     """
 
     __slots__ = ("loads", "number", "seconds_left", "since", "slowness", "station", "turn")

@@ -116,7 +116,7 @@ class ParameterServer(Strategy):
         server   collect      the first worker's into the sum, each other's into a buffer, added
         server   clip         an all-gather of one float64 among the servers
         server   give_back    a vector to each worker, for each dtype
-        worker   pull         into the vectors of which the parameters are views
+        worker   pull         into the vectors whose views are the parameters
         all      loss         an all-gather of one float64, three where batches are compared
 
     Args:    model: equal on all ranks; a server keeps only its keys.

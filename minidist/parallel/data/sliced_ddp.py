@@ -69,7 +69,7 @@ class UrgentSums:
         self.told = told
         self.count = count
         self._ready: dict[Slice, Array] = {}  # this rank's part is complete
-        self._waiting: list[Slice] = []  # a heap: those that rank 0 has not chosen yet
+        self._waiting: list[Slice] = []  # a heap: slices that rank 0 has not chosen yet
         self._sent: dict[Slice, Any] = {}  # chosen: the call
         self._changed = threading.Condition()
         self._error: BaseException | None = None

@@ -15,8 +15,8 @@ from minidist.parallel.hybrid.plan import Plan
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"fragments": 4}, "plan fragments=4: is for ranks that meet seldom; add local_steps=25"),
-        ({"outer_lr": 0.5}, "plan outer_lr=0.5: is for ranks that meet seldom"),
+        ({"fragments": 4}, "plan fragments=4 with every gradient summed"),
+        ({"outer_lr": 0.5}, "plan outer_lr=0.5 with every gradient summed"),
         ({"local_steps": 0}, "ranks meet after a whole number of steps, from 1"),
         ({"local_steps": 2.5}, "ranks meet after a whole number of steps, from 1"),
         (
