@@ -1,29 +1,29 @@
 """Chapter 08 · Gradient accumulation: a batch in A passes, and one step.
 
-The idea. Activations are what a batch fills the memory with, and gradients add up. So a rank cuts
-its rows in A microbatches, runs forward and backward for one after the other, lets the gradients
-add up where they lie, and steps once. The weights are those of one pass; the activations at the
-peak are those of one microbatch:
+The idea. The memory of a batch is mostly activations, and gradients of parts can be added. So a
+rank cuts its rows in A microbatches, runs forward and backward for one after the other, adds the
+gradients in place, and steps once. The weights are those of one pass; the activations at the peak
+are those of one microbatch:
 
-    compute       forward 1 | backward 1 | forward 2 | backward 2 | … | forward A | backward A |
-                  optimizer
+    compute       forward 1 | backward 1 | forward 2 | backward 2 | … | backward A | optimizer
     gradients     = g1                   | += g2                  | … | += gA, reduced meanwhile
-    activations   up        | down       | up        | down       | … | up        | down
+    activations   up        | down       | up        | down       | … | down
 
-It is needed for long sequences, of which few fit at once. A pass takes at least one; below that,
-activations must be recomputed (chapter 19) or the sequence cut over ranks (chapter 13).
+It is needed for long sequences, if only few fit at once. A pass takes at least one sequence; if one
+does not fit, activations must be recomputed (chapter 19) or the sequence cut over ranks (chapter
+13).
 
 The mean must be of the whole batch. Each pass divides its sum of losses by the targets of *all*
 passes and all ranks, so that gradients add up to the gradient of the mean. A mean of the passes'
-means is another number where passes differ:
+means is another number if passes have different sizes:
 
     passes of 3 rows and 1 row, losses 1, 1, 1 and 5:   mean 8/4 = 2;   mean of means (1 + 5)/2 = 3
 
-When each strategy reduces, and what it costs, in elements a step over all ranks, Ψ parameters on P
-ranks:
+The pass in which each strategy reduces, and the cost, in elements per step over all ranks, Ψ
+parameters on P ranks:
 
                        reduced              elements over all ranks
-    DDP, ZeRO-1        in the last pass     2Ψ(P-1)        whatever A: a rank keeps its own sum
+    DDP, ZeRO-1        in the last pass     2Ψ(P-1)        for any A: a rank keeps its own sum
                                                            until then
     ZeRO-2             in each              (A+1)Ψ(P-1)    no rank keeps a whole gradient: that is
                                                            the stage
@@ -61,13 +61,13 @@ def plain_accumulation(
         optimizer.zero_grad()  # or the next batch adds to this one
 
 
-# The real one has no module of its own: it is `accumulate=` of every strategy's step. Each decides
-# there after which pass gradients are reduced, and starts that while the pass still computes.
+# The real one has no module of its own: it is `accumulate=` of every strategy's step. There each
+# strategy decides after which pass it reduces gradients, and starts while the pass still computes.
 
 
 def passes_until(tokens: int, *, sequences: int, length: int) -> int:
-    """How many passes of so many sequences of so many tokens make at least `tokens`; at least
-    one."""
+    """Return the number of passes, of `sequences` sequences of `length` tokens, that make at least
+    `tokens`; at least one."""
     return max(1, -(-tokens // (sequences * length)))
 
 
@@ -80,9 +80,10 @@ def elements_sent(
     root: int = 0,
     free_after_forward: bool = True,
 ) -> int:
-    """Elements that all ranks together send in a step for gradients and weights, scalars apart.
+    """Return the count of elements that all ranks together send in a step for gradients and
+    weights, without scalars.
 
-    Args:    parameters: that learn; zero: the stage (0: DDP); accumulate: backward passes a step.
+    Args:    parameters: that learn; zero: the stage (0: DDP); accumulate: backward passes per step.
              root: with stage 3, those of the parameters that belong to no unit and are held from
              first to last pass.
              free_after_forward: with stage 3, or whether units stay until their backward.

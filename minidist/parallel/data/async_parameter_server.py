@@ -1,10 +1,10 @@
-"""Chapter 06 · Asynchronous servers: each gradient is an update as soon as it arrives, and no worker
-waits for the slowest.
+"""Chapter 06 · Asynchronous servers: each gradient is an update as soon as it arrives, and no
+worker waits for the slowest.
 
-A gradient was then made from weights that others may have updated meanwhile. A worker may be
-`staleness` steps ahead of the slowest, then it has to wait. A server has a thread for each worker
-(bounded_staleness.py), and keeps a record of its updates; replay_updates.py makes the same updates
-again in one process.
+So other workers may have updated the weights after this worker read them and before its gradient
+arrives. A worker may be `staleness` steps ahead of the slowest; then it has to wait. A server has a
+thread for each worker (bounded_staleness.py), and keeps a record of its updates; replay_updates.py
+makes the same updates again in one process.
 
     worker   gradients, of the mean loss of its own part
     worker   Push and a vector to each server       (server_messages.py)
@@ -13,7 +13,7 @@ again in one process.
     …
     worker   LastPull at the end: waits for all workers, gets the last weights
 
-Cost: parameter_server.py has it.
+Cost: in parameter_server.py.
 
 notes:   N1 DP, N3 §2
 """
@@ -43,8 +43,8 @@ from minidist.parallel.step.step import Batch, Loss, Part
 class AsyncParameterServer(ParameterServer):
     """A worker or a server of asynchronous updates. Args, Attributes, Raises: as ParameterServer.
 
-    Args:    staleness: how many steps a worker may be ahead of the slowest (None: any number).
-    Attributes: record: a server's updates; lost: workers that a server has lost, and how.
+    Args:    staleness: the most steps that a worker may be ahead of the slowest (None: any number).
+    Attributes: record: a server's updates; lost: workers that a server has lost, with the reason.
     """
 
     asynchronous = True
@@ -68,7 +68,7 @@ class AsyncParameterServer(ParameterServer):
         super().__init__(model, group, servers=servers, loss=loss, recorder=recorder)
 
     def _begin(self) -> None:
-        """Make what serves the workers, and wait until all ranks are ready."""
+        """Make the service of the workers, and wait until all ranks are ready."""
         if not self.workers_update:
             self._weights_are_the_servers()
         self.service: Service | None = None
@@ -93,7 +93,7 @@ class AsyncParameterServer(ParameterServer):
 
     @property
     def gone(self) -> set[int]:
-        """Ranks of the group that were lost; workers know it when they have finished."""
+        """The ranks of the group that were lost; workers know them when they have finished."""
         return set(self.lost) if self.serves else self._gone
 
     @property
@@ -110,8 +110,8 @@ class AsyncParameterServer(ParameterServer):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> LateLoss:
-        """A worker's step on its rows of the *global* batch. Args: as Strategy.step; clip: bound of
-        the norm of the worker's own gradient.
+        """Make a worker's step on its rows of the *global* batch. Args: as Strategy.step; clip:
+        bound of the norm of the worker's own gradient.
 
         Returns: the mean loss of the worker's own part; a server's first call serves until all
                  workers have finished, its later ones do nothing.
@@ -129,7 +129,7 @@ class AsyncParameterServer(ParameterServer):
         return LateLoss(loss)
 
     def _divisor(self, part: Part, batch: Batch) -> int:
-        """Return what the loss is divided by: the targets of the worker's own part."""
+        """Return the divisor of the loss: the targets of the worker's own part."""
         return int(part.targets.size)
 
     def _require_unfinished(self) -> None:
@@ -140,9 +140,10 @@ class AsyncParameterServer(ParameterServer):
             )
 
     def _check_unchanged(self, optimizer: Optimizer) -> None:
-        """Raise ConfigError for a change that does not reach the servers, which serve meanwhile."""
+        """Raise ConfigError for a change of the optimizer that does not reach the servers, which
+        are serving."""
         options = optimizer.options_now()
-        del options["lr"]  # travels with each gradient
+        del options["lr"]  # sent with each gradient
         self._options = self._options or options
         changed = [name for name in options if options[name] != self._options[name]]
         frozen = [key.name for shard in self.shards for key in shard.keys if not key.requires_grad]
@@ -155,8 +156,8 @@ class AsyncParameterServer(ParameterServer):
             )
 
     def finish(self) -> set[int]:
-        """After the last step, any number of times: an asynchronous worker waits for the others and
-        the last weights.
+        """Wait, after the last step, for the other workers and the last weights; it may be called
+        any number of times.
 
         Returns: ranks of the group that were lost.
         """
@@ -167,8 +168,8 @@ class AsyncParameterServer(ParameterServer):
         return self.gone
 
     def _ask(self, request: Push | LastPull) -> list[Weights]:
-        """Send a request to all servers, with this worker's gradient behind a push; pull, and note
-        the versions of the weights.
+        """Send a request to all servers, followed in a push by this worker's gradient; pull, and
+        note the versions of the weights.
 
         Returns: the servers' answers.
         Raises:  MismatchError if a server finds two batches that differ.

@@ -1,20 +1,20 @@
-"""An asynchronous server: a thread for each worker, and how far one may be ahead.
+"""An asynchronous server: a thread for each worker, and a bound on how far a worker may be ahead.
 
     thread of worker 0     recv | update | wait for its turn | copy | send        recv | ...
     thread of worker 1          recv     | update | copy | send     recv | ...
                                          one update at a time: its place in the record
 
     staleness 1        step 0   step 1   step 2
-    fast worker        ######|  ######|  . . . . ######|       it may be one step ahead of the
-                                                               slowest, not two
+    fast worker        ######|  ######|  . . . . ######|     it may be one step ahead of the
+                                                             slowest, not two
     slow worker        ################|  ################|
 
-The server makes an update of each gradient as it comes. What the weights then are depends on the
-order of the updates, and on which weights each gradient was made from: its record.
+The server makes an update of each gradient when it arrives. The weights then depend on the order of
+the updates, and on the weights from which each gradient was made: the record of the server.
 data/replay_updates.py makes the same updates again.
 
 Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
-Server".
+        Server".
 """
 
 import threading
@@ -44,9 +44,9 @@ from minidist.parallel.step.step import zero_unused
 class Update(NamedTuple):
     """One update of a server, in its record.
 
-    Attributes: worker    whose gradient it was, of its step `step`
-                versions  for each server, how many updates it had made when the worker read the
-                          weights of that step
+    Attributes: worker    the worker that made the gradient, in its step `step`
+                versions  for each server, the number of its updates when the worker read the
+                weights of that step
                 lr        the learning rate; None: the optimizer's own
     """
 
@@ -60,7 +60,7 @@ class Clocks:
     """The number of steps that each worker has done, as one server sees it. A worker's own thread
     calls the methods.
 
-    Args:    staleness: how many steps a worker may be ahead of the slowest; None: any number.
+    Args:    staleness: the most steps that a worker may be ahead of the slowest; None: any number.
              limit: seconds that it may have to wait.
     """
 
@@ -73,19 +73,19 @@ class Clocks:
         self.lock = threading.Condition()  # held while weights change or are copied
 
     def tick(self, worker: int) -> None:
-        """The worker has done a step."""
+        """Count a step of the worker."""
         with self.lock:
             self.done[worker] += 1
             self.lock.notify_all()
 
     def leave(self, worker: int) -> None:
-        """The worker has done all its steps, or is lost: no wait counts it any more."""
+        """Remove a worker that has done all its steps, or is lost: no wait counts it any more."""
         with self.lock:
             self.running.discard(worker)
             self.lock.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """The server cannot go on: every wait raises `error`."""
+        """Record that the server has failed: every wait raises `error`."""
         with self.lock:
             self.failure = self.failure or error
             self.lock.notify_all()
@@ -121,13 +121,13 @@ class Clocks:
 
 
 class Service:
-    """The work of one server: rank `workers + number` of the group, whose ranks below `workers` it
-    serves.
+    """The work of one server: rank `workers + number` of the group; the ranks below `workers` are
+    its workers.
 
     A worker that is lost leaves: its thread ends, and no other thread waits for it any more.
-    Args:       shard: its keys; pieces: what its optimizer is made of; staleness: of Clocks.
+    Args:       shard: its keys; pieces: the arguments for its optimizer; staleness: of Clocks.
     Attributes: record  its updates, in their order
-                lost    workers that are lost, by number, and how
+                lost    workers that are lost, by number, with the reason
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class Service:
 
     @property
     def version(self) -> int:
-        """How many updates the weights have had."""
+        """The number of updates of the weights."""
         return len(self.record)
 
     def serve(self, optimizer: Optimizer) -> None:
-        """Return when every worker has finished or is lost.
+        """Serve the workers; return when every worker has finished or is lost.
 
         Raises:  what ended the service: a lost server, an optimizer's error; PeerLostError if every
                  worker is lost.
@@ -196,7 +196,7 @@ class Service:
             )
 
     def _body(self, worker: int, optimizer: Optimizer, memory: account.MemoryAccount) -> None:
-        """One worker's thread."""
+        """Run one worker's thread."""
         try:
             with account.use(memory):
                 while self._serve_step(worker, optimizer):
@@ -227,7 +227,7 @@ class Service:
         with self.clocks.lock:
             lost = () if isinstance(request, Push) else tuple(self.lost)
             answer = Weights(self.version, lost)
-            # others may update while this is on its way
+            # others may update while this is being sent
             for vector, weights in zip(buffers, self.shard.weights, strict=True):
                 vector[...] = weights
         send_message(self.group, worker, answer)
@@ -262,7 +262,7 @@ class Service:
             self.refusal.fail()
 
     def _update(self, update: Update, scale: float, optimizer: Optimizer) -> None:
-        """One update by one worker's gradient, which lies in its buffers. Under the lock."""
+        """Make one update by one worker's gradient, which is in its buffers. Under the lock."""
         own = update.versions[self.group.rank - self.workers]
         self.shard.point(self.pieces, self.buffers[update.worker])
         with self.recorder.span(
@@ -273,8 +273,8 @@ class Service:
 
 
 def own_scale(keys: Sequence[Parameter], clip: float | None) -> float:
-    """The factor that scales a worker's own gradient to a norm of at most `clip`; missing gradients
-    become zero."""
+    """Return the factor that scales a worker's own gradient to a norm of at most `clip`; missing
+    gradients become zero."""
     zero_unused(keys)
     return 1.0 if clip is None else clip_scale(global_norm(key.grad for key in keys), clip)
 

@@ -1,16 +1,18 @@
-"""Buckets: gradients that travel together.
+"""Buckets: gradients that are sent together.
 
-A message costs a fixed time however small it is, so gradients are not reduced one by one; and the
+A message costs a fixed time even if it is small, so gradients are not reduced one by one; and the
 first must not wait for the last, so they are not all reduced at once. A bucket is one flat buffer
 of the gradients of some parameters.
 
-A bucket is reduced when the last of its gradients is final and all buckets before it have begun.
+A bucket is reduced when the last of its gradients is final and all buckets before it have started.
 Ranks may use different parameters, and so complete their buckets in different orders; but the n-th
-collective of a group must be the same one on every rank, or the sum of bucket 1 here would meet
-bucket 2 there. So a complete bucket waits for those before it, although that costs overlap.
+collective of a group must be the same one on every rank, or bucket 1 of one rank would be added to
+bucket 2 of another. So a complete bucket waits for the buckets before it, although that costs
+overlap.
 
-A parameter that a backward will not reach holds back no bucket: backward tells before it runs which
-leaves it will reach (`Tensor.backward(surveyed=)`); the gradients of the others are final then.
+A parameter that a backward will not reach does not delay a bucket: before backward runs, it reports
+which leaves it will reach (`Tensor.backward(surveyed=)`); the gradients of the others are final
+then.
 """
 
 import math
@@ -53,9 +55,9 @@ class Bucket:
 def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
     """Cut the parameters, last first, into runs of at most `bucket_bytes` of one dtype.
 
-    Backward meets parameters roughly in the reverse of the order in which the model declares them,
-    so a run is complete early if it holds neighbours. A parameter larger than `bucket_bytes` makes
-    a run by itself. Parameters of different `layout` are in different runs, in the order of the
+    Backward reaches parameters roughly in the reverse of the order in which the model declares
+    them, so a run is complete early if it holds neighbours. A parameter larger than `bucket_bytes`
+    is a run of its own. Parameters of different `layout` are in different runs, in the order of the
     layouts (chapter 17).
     Raises:  ConfigError if `bucket_bytes` is not positive.
     """
@@ -78,7 +80,7 @@ def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Paramet
 
 
 def make_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[Bucket]:
-    """Buckets over the runs of `cut`, bound as their parameters' gradients, in the order of
+    """Return buckets over the runs of `cut`, bound as their parameters' gradients, in the order of
     reduction."""
     return [Bucket(run) for run in cut(parameters, bucket_bytes)]
 
@@ -87,14 +89,14 @@ UNUSED = ("zero", "error")
 
 
 class BucketOrder:
-    """Calls `start(index)` for each run of parameters once its gradients are final, strictly in
-    order of the indices.
+    """The order of reduction: it calls `start(index)` for each run of parameters once its gradients
+    are final, strictly in order of the indices.
 
-    Args:    runs: of parameters; their hooks tell when gradients are final.
-             who: the strategy and rank; by: what to call instead; both for errors.
+    Args:    runs: of parameters; their hooks report when gradients are final.
+             who: the strategy and rank; by: the method to call instead; both for errors.
              unused: as DDP's; a mistake is named before the rank's last backward of the step.
     Attributes: completed: parameters in the order in which the newest backward made their gradients
-    final
+                final
     Raises:  ConfigError for another `unused`.
     """
 
@@ -124,8 +126,8 @@ class BucketOrder:
         self.arrange(runs)
 
     def arrange(self, runs: Sequence[Sequence[Parameter]]) -> None:
-        """From the next backward on these runs, of the parameters given first or of some of
-        them."""
+        """Use these runs from the next backward on; their parameters are those given first, or some
+        of them."""
         self.runs = runs
         self.started = len(runs)
         self._missing = [0] * len(runs)  # gradients each run still waits for
@@ -140,11 +142,11 @@ class BucketOrder:
         defer: bool = False,
         more_to_come: bool = False,
     ) -> list[WeightGradient]:
-        """Go backward from `share` (None: nothing was computed); what it does not reach on this
-        rank is final too.
+        """Go backward from `share` (None: nothing was computed); the gradients that it does not
+        reach on this rank are final too.
 
-        Args:    dy, defer: as DataAxis.backward; more_to_come: nothing sets out, because later ones
-                 add gradients.
+        Args:    dy, defer: as DataAxis.backward; more_to_come: no run starts, because later
+                 backwards add gradients.
         Raises:  GradientError if gradients of the last step are still there, or as `unused` says.
         """
         self._begin(more_to_come)
@@ -157,7 +159,7 @@ class BucketOrder:
         return deferred
 
     def backward_weights(self, precision: Precision, deferred: list[WeightGradient]) -> None:
-        """Compute what a backward has put off; nothing sets out."""
+        """Compute the gradients that a backward has deferred; no run starts."""
         self._begin(more_to_come=True)
         precision.backward_weights(deferred)
         self._finish()
@@ -178,7 +180,7 @@ class BucketOrder:
         self.started = 0
 
     def _expect(self, reached: Collection[int]) -> None:
-        """Backward is about to run, and will reach these leaves (ids)."""
+        """Prepare for a backward that is about to run and will reach these leaves (ids)."""
         self._computed = True
         self.completed = []
         if self._more_to_come:
@@ -197,8 +199,8 @@ class BucketOrder:
         self._start_complete()
 
     def _refuse_unused(self, reached: Collection[int]) -> None:
-        """With unused="error": raise for what no backward of the step reaches; not on a rank that
-        had no row."""
+        """Raise, with unused="error", for parameters that no backward of the step reaches; not on a
+        rank without a row."""
         if self.unused != "error" or not self._computed:
             return
         names = [
@@ -218,8 +220,8 @@ class BucketOrder:
             )
 
     def _final(self, parameter: Parameter) -> None:
-        """The hook on a parameter: its gradient is complete, so its run, and those behind it, may
-        set out."""
+        """Start the parameter's run, and those after it, if they are complete: the hook that a
+        parameter calls when its gradient is."""
         index = self._run_of.get(parameter)
         if index is None:
             raise GradientError(

@@ -1,11 +1,10 @@
-"""Chapter 05 · DP: one process drives all devices, a thread for each replica; device 0 has
-everything to do.
+"""Chapter 05 · DP: one process drives all devices, with a thread for each replica; all data goes
+through device 0.
 
-The idea. A program for one device is to use several, without starting processes. So the process
-copies the model to every device in every step, sends each a part of the batch, and fetches what
-comes out; the loss, the gradients' sum and the optimizer stay on device 0, as they were. It fits
-any model in one line, and device 0 is its
-bottleneck: everything leaves from there and comes back there.
+The idea. A program for one device shall use several, without starting processes. So the process
+copies the model to every device in every step, sends each a part of the batch, and fetches the
+outputs; the loss, the gradients' sum and the optimizer stay on device 0, as they were. It fits any
+model in one line. Device 0 is its bottleneck: everything is sent from there and returns there.
 
                       rows, model                     outputs
     device 0   -------------------->  device 1..R-1  ---------->  device 0: loss
@@ -22,16 +21,17 @@ bytes, R devices:
     optimizer    8Ψ                                  -
     activations  A/R + O   the outputs of all rows   A/R
 
-Cost, a step (device 0 talks to each of the others; there is no ring):
+Cost, per step (device 0 exchanges messages with each of the others; there is no ring):
 
     device 0 sends     (R-1) × 4Ψ  the model;  the inputs and the outputs' gradients of the others'
                                                rows
     the others send    4Ψ each     gradients;  the outputs of their rows
     messages           device 0: (R-1) × (2 + runs), each other 1 + runs; a run is the parameters of
-                       a dtype, frozen ones apart (these have no gradients); R-1 empty ones more
+                       a dtype, without frozen ones (these have no gradients); R-1 empty ones more
                        where a device has no row
 
-So 2(R-1) × 4Ψ pass through device 0, against 2(R-1)/R × 4Ψ in and as much out of each rank in DDP.
+So 2(R-1) × 4Ψ pass through device 0. In DDP it is 2(R-1)/R × 4Ψ into each rank and as much out of
+it.
 
 Steps are numbered as in N0:133. In DP 4 the *outputs' gradients* go to the others, not the loss,
 which is one number; in DP 5 gradients are *summed*, because the loss is the mean of the whole batch
@@ -101,8 +101,8 @@ def plain_data_parallel(
     return float(loss.item())
 
 
-# `DataParallel` below runs each replica in a thread of its own and sends what is assigned here as
-# messages that the ledger counts, so that devices compute at the same time. It adds frozen weights,
+# `DataParallel` below runs each replica in a thread of its own. Where this assigns arrays, it sends
+# messages that the ledger counts, so devices compute at the same time. It adds frozen weights,
 # other losses, and devices without a row.
 
 EVERYTHING = 1 << 62  # bytes of a bucket that holds all parameters of a dtype
@@ -116,17 +116,17 @@ OutputLoss = Callable[[Tensor, Array, int], Tensor]
 
 
 def call_replica(replica: Module, inputs: Array, first: int) -> Tensor:
-    """The model called with its inputs."""
+    """Return the outputs of a model called with its inputs."""
     return replica(inputs)
 
 
 def cross_entropy(outputs: Tensor, targets: Array, divisor: int) -> Tensor:
-    """Of logits (…, classes) and integer targets (…)."""
+    """Return the cross-entropy of logits (…, classes) and integer targets (…)."""
     return ops.cross_entropy(outputs, targets, divisor=divisor)
 
 
 class ReplicaDevice:
-    """One device: its number (0 has the user's model), replica, memory account, and end of the
+    """One device: its number (0 has the user's model), replica, memory account, and its end of the
     links to the others."""
 
     def __init__(
@@ -156,8 +156,8 @@ class ReplicaDevice:
 
 
 def replicate(model: Module) -> Module:
-    """A copy of the model's structure, whose parameters have names, shapes and dtypes, and no
-    values yet."""
+    """Return a copy of the model's structure, whose parameters have names, shapes and dtypes, and
+    no values yet."""
     memo: dict[int, Parameter] = {}
     for parameter in model.parameters():
         xp = array_module(parameter.data)
@@ -178,16 +178,16 @@ class DataParallel(Strategy):
     """A model on several devices of one process.
 
     Args:    model: stays on device 0, where it is updated.
-             replicas: how many devices; each is a thread of its own during a step, device 0 the
-             caller's.
+             replicas: the number of devices; each is a thread of its own during a step, device 0
+             the caller's.
              forward: of a replica (default: call it); loss: of the outputs of the whole batch
              (default: cross-entropy).
-             recorders: one a device, told what runs when; limit: seconds that a device waits for
-             another.
+             recorders: one per device, for the spans of work; limit: seconds that a device waits
+             for another.
              gpus: the number of each replica's GPU, the first the model's own (default: all on the
-             caller's device). What passes between GPUs crosses the host. Not yet measured on
-             several GPUs.
-    Attributes: parameters: device 0's, what the optimizer is made of; devices.
+             caller's device). Data between GPUs goes through the host. Not yet measured on several
+             GPUs.
+    Attributes: parameters: device 0's, the arguments for the optimizer; devices.
     Raises:  ConfigError if there is no replica, or nothing to train; DeviceError for a GPU that is
              not there.
     """
@@ -232,7 +232,7 @@ class DataParallel(Strategy):
                 )
 
     def copy_model(self, device: ReplicaDevice) -> None:
-        """Device 0's weights, on every device (DP 2). Cost: device 0 sends (R-1) models."""
+        """Copy device 0's weights to every device (DP 2). Cost: device 0 sends (R-1) models."""
         for weights in device.weights:
             device.group.broadcast(weights, out=weights, algorithm="naive")
         if device.rank:
@@ -246,10 +246,10 @@ class DataParallel(Strategy):
     def gather_outputs(
         self, device: ReplicaDevice, outputs: Tensor | None, *, idle: bool
     ) -> Array | None:
-        """All outputs, in the order of the rows, on device 0; None elsewhere (DP 3). Cost: the
-        others send theirs.
+        """Return all outputs, in the order of the rows, on device 0; None elsewhere (DP 3). Cost:
+        the others send theirs.
 
-        Args:    idle: whether some device has no row, and so no outputs: device 0 then tells their
+        Args:    idle: whether some device has no row, and so no outputs: device 0 then sends their
                  shape.
         """
         rows = None if outputs is None else outputs.data
@@ -262,7 +262,7 @@ class DataParallel(Strategy):
         return None if whole is None else account.current().hold(whole, "activations")
 
     def loss_of(self, outputs: Array, targets: Array, divisor: int) -> tuple[Array, float]:
-        """On device 0: the outputs' gradients, and the loss."""
+        """Return the outputs' gradients, and the loss; on device 0."""
         leaf = Tensor(outputs, requires_grad=True)
         loss = self.loss(leaf, targets, divisor)
         loss.backward()
@@ -272,7 +272,8 @@ class DataParallel(Strategy):
     def backward(
         self, device: ReplicaDevice, outputs: Tensor | None, gradients: Array | None
     ) -> None:
-        """The outputs' gradients, dealt out by device 0, through this device's replica (DP 4)."""
+        """Run backward through this device's replica from the outputs' gradients, which device 0
+        scatters (DP 4)."""
         dy = account.current().hold(
             device.group.scatter(gradients, algorithm="naive"), "activations"
         )
@@ -281,13 +282,13 @@ class DataParallel(Strategy):
                 outputs.backward(dy)
 
     def sum_gradients(self, device: ReplicaDevice) -> None:
-        """The replicas' gradients, added up on device 0 in the order of the devices (DP 5)."""
+        """Sum the replicas' gradients on device 0, in the order of the devices (DP 5)."""
         for bucket in device.buckets:
             zero_unused(bucket.parameters)
             device.group.reduce(bucket.data, out=bucket.data, algorithm="naive")
 
     def loss_share(self, part: Part) -> float:
-        """The sum of the losses of some rows, on device 0; without gradients."""
+        """Return the sum of the losses of some rows, on device 0; without gradients."""
         if not len(part.inputs):
             return 0.0
         return float(
@@ -303,7 +304,7 @@ class DataParallel(Strategy):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> LateLoss:
-        """One step on the whole batch; returns its mean loss.
+        """Make one step on the whole batch; return its mean loss.
 
         Args:    as Strategy.step. The model is copied before the first pass, gradients are summed
                  after the last.
@@ -340,8 +341,8 @@ class DataParallel(Strategy):
     def _replica(
         self, device: ReplicaDevice, micros: list[Part], divisor: int, memory: MemoryAccount
     ) -> float:
-        """The passes of one device. The first failure is kept for step() to raise, and ends every
-        device's waits."""
+        """Run the passes of one device. The first failure is kept for step() to raise, and ends
+        every device's waits."""
         try:
             with account.use(memory), on_gpu(device.gpu):
                 return self._passes(device, micros, divisor)
@@ -357,8 +358,8 @@ class DataParallel(Strategy):
             return float("nan")
 
     def _passes(self, device: ReplicaDevice, micros: list[Part], divisor: int) -> float:
-        """DP 1 to DP 5, on one device; of the batch, those of the others read nothing but how many
-        rows it has."""
+        """Run DP 1 to DP 5 on one device; devices other than 0 read only the number of rows of the
+        batch."""
         device.model.zero_grad()
         total = 0.0
         span = device.recorder.span

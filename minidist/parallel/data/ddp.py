@@ -3,8 +3,8 @@
 The idea. All ranks start from the same weights. Each takes its part of the batch forward and
 backward; the gradients are summed over the ranks, and every rank then makes the same step from the
 same sum. So the replicas stay equal, and equal to one process that had seen the whole batch.
-Reducing is hidden behind backward: gradients travel in buckets, and a bucket sets out as soon as
-its last gradient is final, while backward still works on the layers below.
+Reducing is hidden behind backward: gradients are sent in buckets, and the sum of a bucket starts as
+soon as its last gradient is final, while backward still works on the layers below.
 
     compute         forward | backward: layer 4 | layer 3 | layer 2 | layer 1 | wait | optimizer
     communication                               | bucket 0 | bucket 1 | bucket 2 |
@@ -18,14 +18,14 @@ What each rank holds, Ψ parameters in float32 with Adam on P ranks:
     optimizer    8Ψ              8Ψ      the same on each rank
     activations  A               A/P
 
-Cost, a step and rank, ring all-reduce, whatever the number of backward passes (they are added up
-before they travel):
+Cost, per step and rank, ring all-reduce, for any number of backward passes (their gradients are
+added up before they are sent):
 
     bytes        2(P-1)/P × 4Ψ   (over the ranks together exactly 2(P-1) × 4Ψ): 4Ψ at P = 2, towards
                                  8Ψ for many
-    messages     2(P-1) × buckets; a bucket above 4 MiB goes round in stretches of at most 4 MiB,
-                 and 2(P-1) is for each (a parameter larger than `bucket_bytes` is a bucket by
-                 itself: collectives/ring.py)
+    messages     2(P-1) × buckets; a bucket above 4 MiB goes round in parts of at most 4 MiB, and
+                 2(P-1) is for each part (a parameter larger than `bucket_bytes` is a bucket of its
+                 own: collectives/ring.py)
     control      one float64: the loss
 
 The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
@@ -83,7 +83,8 @@ def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[
 
 # `DDP` below adds buckets, because an all-reduce of a bias costs as many messages as one of 4 MiB;
 # and overlap: a bucket's all-reduce starts when its last gradient is final, while backward computes
-# the next one. So buckets fill in the order in which backward ends, which all ranks must agree on.
+# the next bucket. So buckets fill in the order in which backward completes gradients; all ranks
+# must agree on this order.
 # It also takes frozen and unused parameters, ranks without rows, and several passes (chapter 08).
 
 
@@ -98,16 +99,17 @@ class DDP(DataAxis):
              bucket_bytes: largest size of a bucket, in bytes.
              algorithm: of the gradients' all-reduce; pinned, so that the same run gives the same
              bits.
-             unused: what it means that a rank's loss does not depend on a parameter: "zero", a
+             unused: the meaning of a parameter on which a rank's loss does not depend: "zero", a
              gradient of zero, because another rank may use it; "error": a mistake (a layer
              forgotten in forward), named with the rank.
              static: True if the loss uses the same parameters in every step. Then buckets are made
              anew after the first step, in the order in which gradients were completed, and without
              parameters that no rank uses.
-             precision: of weights and update (default: one dtype for all); recorder: is told what
-             runs when.
-             scheme: how gradients travel (default: as they are; chapter 21); not with `static`.
-    Attributes: parameters: what the optimizer is made of.
+             precision: of weights and update (default: one dtype for all); recorder: gets the spans
+             of work.
+             scheme: the form in which gradients are sent (default: as they are; chapter 21); not
+             with `static`.
+    Attributes: parameters: the arguments for the optimizer.
     Raises:  MismatchError if the replicas do not start equal.
     """
 
@@ -138,7 +140,7 @@ class DDP(DataAxis):
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.bucket_bytes, self.buckets = bucket_bytes, make_buckets(self.weights, bucket_bytes)
-        # all-reduces under way: of buckets 0, 1, …, without a gap
+        # all-reduces in progress: of buckets 0, 1, …, without a gap
         self._pending: list[Pending] = []
         check_equal_replicas(model.parameters(), group, when="before the first step")  # DDP 1
         self._order = BucketOrder(
@@ -164,11 +166,11 @@ class DDP(DataAxis):
         last: bool = True,
         defer: bool = False,
     ) -> list[WeightGradient]:
-        """Add gradients into the buckets; the `last` sums them over the ranks (DDP 3, DDP 4): the
-        same bits on each.
+        """Add gradients into the buckets; the `last` backward sums them over the ranks (DDP 3, DDP
+        4): the same bits on each.
 
         Args:    as DataAxis.backward.
-        Cost:    one all-reduce a bucket, begun during the last backward; returns when all have
+        Cost:    one all-reduce per bucket, started during the last backward; returns when all have
                  ended.
         Raises:  GradientError if the last step's gradients are still there, or as `unused` and
                  `static` say.
@@ -192,12 +194,12 @@ class DDP(DataAxis):
         return deferred
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Add the gradients that a backward has put off into the buckets."""
+        """Add the gradients that a backward has deferred into the buckets."""
         self._order.backward_weights(self.precision, deferred)
 
     def _start_reduce(self, index: int) -> None:
-        """The bucket's last gradient is final, and those before it have set out (buckets.py says
-        why)."""
+        """Start the sum of a bucket whose last gradient is final; the sums before it have started
+        (buckets.py says why)."""
         bucket = self.buckets[index]
         group = sharers(bucket.parameters, self.group)
         self.recorder.announce(group.axis, f"all_reduce bucket {index}")
@@ -217,8 +219,8 @@ class DDP(DataAxis):
         """Put gradients into buckets in the order in which the first step completed them
         (`static`).
 
-        Cost:    once, 8 bytes a parameter and rank under `control`; the old buckets go before the
-                 new ones come.
+        Cost:    once, 8 bytes per parameter and rank under `control`; the old buckets are freed
+                 before the new ones are made.
         """
         self._recorded = None
         order = _agreed(self.group, self.weights, completed)
@@ -232,15 +234,15 @@ class DDP(DataAxis):
         self._left_out = [parameter for parameter in self.weights if parameter not in reached]
 
     def updated(self) -> list[tuple[Parameter, Parameter]]:
-        """All parameters that learn, each whole."""
+        """Return all parameters that learn, each whole."""
         return [(parameter, parameter) for parameter in self.weights]
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """As Strategy's, of weights and, in mixed precision, masters."""
+        """Compare weights and, in mixed precision, masters, as Strategy.check_replicas."""
         check_equal_replicas((*self.model.parameters(), *self.parameters), group, when=when)
 
     def traffic(self, passes: int) -> list[Collective]:
-        """An all-reduce a bucket, whatever the number of passes."""
+        """Return one all-reduce per bucket, for any number of passes."""
         return [
             Collective(
                 run.verb, run.size * run.dtype.itemsize, run.group, sent=self.scheme.sent_bytes(run)
@@ -252,12 +254,12 @@ class DDP(DataAxis):
 def _agreed(
     group: Group, parameters: Sequence[Parameter], completed: Sequence[Parameter]
 ) -> list[Parameter]:
-    """One order for all ranks: the first rank's that completed any, then what others alone did,
-    rank by rank.
+    """Return one order for all ranks: that of the first rank that completed any, then the
+    parameters that only others completed, rank by rank.
 
     Args:    parameters: the same on all ranks; completed: those that this rank's backward reached,
              in its order.
-    Cost:    one all-gather of 8 bytes a parameter and rank, under `control`.
+    Cost:    one all-gather of 8 bytes per parameter and rank, under `control`.
     """
     place = {parameter: number for number, parameter in enumerate(completed)}
     mine = np.array([place.get(parameter, -1) for parameter in parameters], np.int64)

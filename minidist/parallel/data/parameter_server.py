@@ -1,11 +1,11 @@
 """Chapter 06 · The parameter server: workers make gradients, servers keep the weights and make the
 steps.
 
-The idea. Some ranks do nothing but keep the weights. A worker takes its part of the batch, pushes
-its gradients to the servers, and pulls new weights. A server adds up what comes, runs the
-optimizer, and gives the weights back. Workers know nothing of each other: one that is slow need not
-hold up the others, one that dies need not end the job. In return everything goes through the
-servers, and their links carry the more the more workers there are.
+The idea. Some ranks only keep the weights. A worker takes its part of the batch, pushes its
+gradients to the servers, and pulls new weights. A server adds up the gradients that arrive, runs
+the optimizer, and sends the weights back. Workers know nothing of each other: a slow worker need
+not delay the others, and a lost worker need not end the job. But everything goes through the
+servers, and the traffic of their links grows with the number of workers.
 
                     gradients                        weights
     worker 0..N-1  ----------->  server of key k  ------------->  worker 0..N-1
@@ -23,7 +23,7 @@ workers, S servers:
     in flight    -                              4Ψ/S: a receive buffer. Asynchronous: (N-1) × 4Ψ/S,
                                                 one for each worker; the first is the gradients'
 
-Cost, a step, of keys of one dtype:
+Cost, per step, of keys of one dtype:
 
     each worker         sends 4Ψ bytes and receives as many; S messages each way
     all servers         2N × 4Ψ pass through them, N × 4Ψ each way; 2NS messages.  A ring moves
@@ -35,11 +35,11 @@ Cost, a step, of keys of one dtype:
                         (data/server_messages.py)
 
 Synchronous, below: the servers wait for all workers, and the step is that of one process on the
-whole batch. Asynchronous (data/async_parameter_server.py): each gradient is an update by itself, as
-soon as it arrives. Workers and servers need
-not be on the same kind of device (GPU workers, CPU servers); and synchronous servers may keep
-masters, sums and state in a wider dtype than what travels: w bytes a number sent and d in the
-master's dtype, a server holds (w + 4d)Ψ/S with Adam.
+whole batch. Asynchronous (data/async_parameter_server.py): each gradient is a separate update, made
+as soon as it arrives. Workers and servers may be on different kinds of device (GPU workers, CPU
+servers). Synchronous servers may keep masters, sums and state in a wider dtype than that of the
+messages: with w bytes per number sent and d in the master's dtype, a server holds (w + 4d)Ψ/S with
+Adam.
 
 notes:   N1 DP, N3 §2
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
@@ -101,7 +101,7 @@ def plain_server(model: GPT, optimizer: Optimizer, group: Group, workers: int, s
 
 # `ParameterServer` below adds several servers, which divide the parameters (keys) between them,
 # because the link of one server carries the gradients of all workers; messages of many keys; and
-# masters in a wider dtype than what travels.
+# masters in a wider dtype than that of the messages.
 
 
 class ParameterServer(Strategy):
@@ -120,14 +120,14 @@ class ParameterServer(Strategy):
         all      loss         an all-gather of one float64, three where batches are compared
 
     Args:    model: equal on all ranks; a server keeps only its keys.
-             servers: how many ranks are servers: the last.
-             loss: of a part of the batch (default: `model.loss`); recorder: is told what runs when.
+             servers: the number of ranks that are servers: the last ones.
+             loss: of a part of the batch (default: `model.loss`); recorder: gets the spans of work.
              server_dtype: of the servers' masters, sums and update, if wider than the workers'
-             (default: as these); what travels has the workers'. A server's model may be on another
-             device than a worker's.
-    Attributes: parameters: what the optimizer is made of: a server's keys; on a worker, pieces
-    without elements: its optimizer changes nothing.
-             serves, workers.
+             (default: as these); messages have the workers' dtype. A server's model may be on
+             another device than a worker's.
+    Attributes: parameters: the arguments for the optimizer: a server's keys; on a worker, pieces
+                without elements: its optimizer changes nothing.
+                serves, workers.
     Raises:  ConfigError for a number of servers that cannot work; MismatchError if ranks do not
              start equal.
     """
@@ -195,12 +195,12 @@ class ParameterServer(Strategy):
         self.parameters = [Piece(key, empty, empty, range(0)) for key, empty in empty_masters]
 
     def _weights_are_the_servers(self) -> None:
-        """From here on nobody but the servers may write to the weights."""
+        """Let only the servers write to the weights from now on."""
         for key in (key for shard in self.shards for key in shard.keys):
             key.keep_by("the servers")
 
     def _begin(self) -> None:
-        """Allocate what a server receives into, and wait until all ranks are ready."""
+        """Allocate a server's receive buffers, and wait until all ranks are ready."""
         self._buffers = self.shards[0].new_buffers("communication") if self.serves else []
         self._meet()
 
@@ -209,7 +209,7 @@ class ParameterServer(Strategy):
             self.group.barrier()
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
-        """The sum of the part's losses over `divisor`; None without a row."""
+        """Return the sum of the part's losses over `divisor`; None without a row."""
         return self.loss(part, divisor) if len(part.inputs) else None
 
     def gradients(self, batch: Batch, accumulate: int) -> float:
@@ -228,14 +228,14 @@ class ParameterServer(Strategy):
         return total
 
     def _divisor(self, part: Part, batch: Batch) -> int:
-        """Return what the loss is divided by: the targets of all workers."""
+        """Return the divisor of the loss: the targets of all workers."""
         return targets_in(batch)
 
     # -------------------------------------------------------------------------------- push and pull
 
     def push(self) -> None:
-        """Send this worker's gradients to the servers of their keys. Cost: a message a server and
-        dtype."""
+        """Send this worker's gradients to the servers of their keys. Cost: one message per server
+        and dtype."""
         for shard in self.shards:
             zero_unused(shard.keys)
         with self.recorder.span("push", "communication"), self._naming_servers():
@@ -255,7 +255,7 @@ class ParameterServer(Strategy):
                     self.group.recv(self.workers + server, out=vector)
 
     def collect(self) -> None:
-        """Sum all workers' gradients, in the workers' order; on a server. Cost: N shards come."""
+        """Sum all workers' gradients, in the workers' order; on a server. Cost: N shards arrive."""
         with self.recorder.span("collect", "communication"):
             for total, buffer in zip(self.shards[0].gradients, self._buffers, strict=True):
                 if total.dtype == buffer.dtype:
@@ -290,7 +290,7 @@ class ParameterServer(Strategy):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> LateLoss:
-        """One step on the *global* batch. Args, Returns: as Strategy.step; only a server's
+        """Make one step on the *global* batch. Args, Returns: as Strategy.step; only a server's
         optimizer changes anything.
 
         Raises:  PeerLostError naming the server that was lost.
@@ -314,26 +314,27 @@ class ParameterServer(Strategy):
         return sum_in_order(self.peers, own)
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
-        """The workers divide the rows: the ranks that are left, but for the last, the servers."""
+        """Return the workers, which divide the rows: the ranks that are left, except the last ones,
+        the servers."""
         return everyone, everyone.size - self.servers
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """As Strategy's, of the workers."""
+        """Compare the workers' weights, as Strategy.check_replicas."""
         if not self.serves:
             super().check_replicas(
                 group.without(range(group.size - self.servers, group.size)), when=when
             )
 
     def state_replaced(self) -> None:
-        """Servers give their new weights to the workers."""
+        """Send the servers' new weights to the workers."""
         if self.serves:
             self.give_back()
         else:
             self.pull()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """As Strategy's; every server calls it, and every worker where masters are the servers'
-        alone.
+        """Return copies of all weights, as Strategy.state_dict. Every server calls it, and every
+        worker if only servers have the masters.
 
         Cost:    each key, broadcast among the servers, or with masters of their own among all,
                  under `control`.
@@ -351,7 +352,7 @@ class ParameterServer(Strategy):
         among, first = (self.group, self.workers) if self.masters_apart else (self.peers, 0)
         with self._naming_servers(), self.group.ledger.control():
             for name, p in self.model.named_parameters():
-                if id(p) in self._server_of:  # the others are frozen, and alike everywhere
+                if id(p) in self._server_of:  # the others are frozen, and equal everywhere
                     root = first + self._server_of[id(p)]
                     state[name] = among.broadcast(
                         state[name] if among.rank == root else None, root=root

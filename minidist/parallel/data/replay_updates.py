@@ -1,14 +1,12 @@
-"""The updates of an asynchronous run, made again in one process: the proof that its record tells
-everything.
+"""The updates of an asynchronous run, made again in one process: a proof that the run's record is
+complete.
 
-    record of server 0      worker 1's step 0 from versions (0, 0) | worker 0's step 0 from (0, 0) |
-                            …
-    record of server 1      worker 0's step 0 from versions (0, 0) | worker 1's step 0 from (0, 0) |
-                            …
+    record of server 0   worker 1's step 0 from versions (0, 0) | worker 0's step 0 from (0, 0) | …
+    record of server 1   worker 0's step 0 from versions (0, 0) | worker 1's step 0 from (0, 0) | …
 
-An update is made again as soon as the weights exist that its gradient was made from. The gradient
-comes from the same part of the same batch, so the weights at the end are those of the run, to the
-last bit (data/bounded_staleness.py).
+An update is made again as soon as the weights exist from which its gradient was made. The gradient
+is of the same part of the same batch, so the weights at the end are those of the run, to the last
+bit (data/bounded_staleness.py).
 """
 
 from collections import deque
@@ -35,7 +33,7 @@ def replay(
     clip: float | None = None,
 ) -> None:
     """Make an asynchronous run's updates again, in this process; `model` starts as the run's and
-    ends as its servers.
+    ends as its servers' weights.
 
     Args:    records: of each server; batch(step): the global batch; make_optimizer: as each server
              made its own.
@@ -51,7 +49,7 @@ def replay(
     gradients: dict[tuple[int, int, tuple[int, ...]], tuple[list[list[Array]], float]] = {}
 
     def gradient(update: Update) -> tuple[list[list[Array]], float]:
-        """A worker's gradient by server, and what it is scaled by."""
+        """Return a worker's gradient by server, and the factor that scales it."""
         for shard, versions, version in zip(shards, kept, update.versions, strict=True):
             _restore(shard.weights, versions[version])
         part = part_of(batch(update.step), size=workers, rank=update.worker)
@@ -74,8 +72,8 @@ def replay(
 
 
 def _in_order(records: Sequence[Sequence[Update]]) -> Iterator[tuple[int, Update]]:
-    """(server, update): every server's in its order, each when the weights that its gradient was
-    made from exist."""
+    """Yield (server, update): each server's in order, each update when the weights exist from which
+    its gradient was made."""
     # versions of each server's weights
     left = [deque(record) for record in records]
     exist = [1] * len(records)

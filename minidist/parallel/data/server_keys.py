@@ -1,11 +1,12 @@
-"""Keys: parameters by name, divided among servers by size; each server's keys lie in one vector.
+"""Keys: parameters by name, divided among servers by size; each server's keys are in one vector.
 
-    keys by size     embedding 80 | head 80 | up 32 | down 32 | qkv 24 | out 8      the largest first, each to the
-    server 0         embedding 80           | up 32           | qkv 24              server that has least
+    keys by size     embedding 80 | head 80 | up 32 | down 32 | qkv 24 | out 8
+    server 0         embedding 80           | up 32           | qkv 24
     server 1                        head 80         | down 32          | out 8
 
-A key is never cut, so loads differ by no more than the largest key. What a worker sends a server,
-and gets back, are whole vectors: one message each way for each dtype.
+The largest key is assigned first, and each key goes to the server that has least. A key is never
+cut, so loads differ by no more than the largest key. A worker sends a server whole vectors, and
+gets whole vectors back: one message each way for each dtype.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +31,8 @@ from minidist.parallel.step.flat import (
 
 
 def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:
-    """The keys of each server, as positions in `sizes` in ascending order; the same on every rank.
+    """Return the keys of each server, as positions in `sizes` in ascending order; the same on every
+    rank.
 
     Raises:  ConfigError if a server would have none.
     """
@@ -67,8 +69,8 @@ class Shard:
              own).
     Attributes: keys       the parameters, which stay usable
                 weights    a vector for each dtype
-                masters    what is updated: the weights, or vectors in `dtype` that they are a
-                           rounding of
+                masters    the vectors that are updated: the weights, or vectors in `dtype` that the
+                           weights are rounded from
                 gradients  as long, of the masters' dtype
                 nbytes     of the weights
     """
@@ -94,7 +96,7 @@ class Shard:
                 key.bind_gradient(grad)  # backward writes into the vector that push sends
 
     def pieces(self) -> list[Piece]:
-        """The pieces of an optimizer, with this shard's gradients."""
+        """Return the pieces of an optimizer, with this shard's gradients."""
         return [
             Piece(key, master, grad, range(key.size))
             for (key, master), (_, grad) in zip(
@@ -103,7 +105,7 @@ class Shard:
         ]
 
     def round(self) -> None:
-        """The weights become the masters, rounded once."""
+        """Set the weights to the masters, rounded once."""
         for master, weights in zip(self.masters, self.weights, strict=True):
             if master is not weights:
                 weights[...] = master
@@ -118,13 +120,13 @@ class Shard:
         return [empty_like(vector, vector.size, category) for vector in self.weights]
 
     def _by_key(self, vectors: Sequence[Array]) -> Iterator[tuple[Parameter, Array]]:
-        """(key, its place in the vector of its dtype)."""
+        """Yield (key, its place in the vector of its dtype)."""
         for run, vector in zip(self.runs, vectors, strict=True):
             yield from views(run, vector)
 
 
 def master_of(run: Sequence[Parameter], weights: Array, dtype: np.dtype | None) -> Array:
-    """`weights` themselves, or in a wider dtype the numbers as they were drawn."""
+    """Return `weights` themselves, or in a wider dtype the numbers as they were drawn."""
     if dtype is None or dtype == weights.dtype:
         return weights
     master = account.current().hold(weights.astype(dtype), "optimizer")

@@ -1,5 +1,5 @@
-"""Control messages between workers and asynchronous servers: each is a type, and travels as
-float64 numbers, the first of which names the type.
+"""Control messages between workers and asynchronous servers: each is a type, and is sent as float64
+numbers; the first number names the type.
 
     worker -> server    Push        the gradient of a step follows
                         LastPull    the worker has made all its steps
@@ -30,15 +30,15 @@ class MessageKind(IntEnum):
 
 
 class Push(NamedTuple):
-    """A worker pushes the gradient of a step.
+    """The message before a worker's gradient of a step.
 
     Attributes: step      counted from 0, of this worker
-                versions  for each server, how many updates it had made when the worker read the
-                          weights of that step
+                versions  for each server, the number of its updates when the worker read the
+                weights of that step
                 lr        the learning rate; None: the optimizer's own
                 scale     factor of the gradient
                 digests   of the step's batch, which a server compares with those of other workers;
-                          or none
+                or none
     """
 
     step: int
@@ -48,7 +48,7 @@ class Push(NamedTuple):
     digests: tuple[float, ...]
 
     def numbers(self) -> list[float]:
-        """Return the numbers that travel."""
+        """Return the numbers to send."""
         has_rate = self.lr is not None
         rate = 0.0 if self.lr is None else self.lr
         return [
@@ -63,17 +63,17 @@ class Push(NamedTuple):
 
 
 class LastPull(NamedTuple):
-    """A worker has made all its steps, and asks for the last weights."""
+    """The message of a worker that has made all its steps, and asks for the last weights."""
 
     def numbers(self) -> list[float]:
-        """Return the numbers that travel."""
+        """Return the numbers to send."""
         return [MessageKind.LAST_PULL]
 
 
 class Weights(NamedTuple):
-    """A server sends its weights.
+    """The message before a server's weights.
 
-    Attributes: version  how many updates they have had
+    Attributes: version  the number of updates of the weights
                 lost     in the answer to LastPull: the workers that were lost
     """
 
@@ -81,12 +81,12 @@ class Weights(NamedTuple):
     lost: tuple[int, ...] = ()
 
     def numbers(self) -> list[float]:
-        """Return the numbers that travel."""
+        """Return the numbers to send."""
         return [MessageKind.WEIGHTS, self.version, *self.lost]
 
 
 class Refusal(NamedTuple):
-    """The batches of two workers differ.
+    """The answer if the batches of two workers differ.
 
     Attributes: ranks    of the two, in the world; digests: of the batch of each
     """
@@ -95,7 +95,7 @@ class Refusal(NamedTuple):
     digests: tuple[tuple[float, ...], tuple[float, ...]]
 
     def numbers(self) -> list[float]:
-        """Return the numbers that travel."""
+        """Return the numbers to send."""
         return [MessageKind.REFUSAL, *self.ranks, *self.digests[0], *self.digests[1]]
 
     def fail(self) -> None:
@@ -110,7 +110,7 @@ def send_message(group: Group, rank: int, message: Push | LastPull | Weights | R
 
 
 def receive_request(group: Group, worker: int, servers: int) -> Push | LastPull:
-    """Return what a worker asks of one of so many servers."""
+    """Return the request of a worker to one of `servers` servers."""
     with group.ledger.control():
         kind, *numbers = group.recv(worker).tolist()
     if kind == MessageKind.LAST_PULL:
@@ -126,7 +126,7 @@ def receive_request(group: Group, worker: int, servers: int) -> Push | LastPull:
 
 
 def receive_answer(group: Group, server: int) -> Weights | Refusal:
-    """Return what the server, a rank of the group, answers to a request."""
+    """Return the answer of the server, a rank of the group, to a request."""
     with group.ledger.control():
         kind, *numbers = group.recv(server).tolist()
     if kind == MessageKind.WEIGHTS:

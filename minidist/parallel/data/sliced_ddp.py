@@ -1,25 +1,26 @@
 """Chapter 23 · Sums in slices, the most urgent first: the next forward begins before all gradients
-have come.
+have arrived.
 
 Backward ends with the first layer, so DDP's queue sends that layer's gradients last. But the next
-forward begins with it. Here each bucket is cut into slices, a layer is updated when its own sums
-have come, and of the slices that wait the one goes first whose layer forward needs first:
+forward begins with this layer. Here each bucket is cut into slices, and a layer is updated when its
+own sums have arrived. Of the waiting slices the most urgent is sent first: the slice of the layer
+that forward needs first:
 
     compute         … backward: layer 2 | layer 1 | wait | forward: layer 1 | layer 2 | …
-    communication            | layer 2, slice 0 | layer 1, slice 0 | layer 1, slice 1 | layer 2,
-                             slice 1
+    communication            | layer 2, slice 0 | layer 1, slice 0 | layer 1, slice 1
+                             | layer 2, slice 1
 
-A slice that has set out is not interrupted, so a smaller slice lets an urgent one pass sooner, and
-costs a latency more. While a slice travels the next one is chosen already, or the link would stand
-idle as long as the choice takes. The n-th collective of a group must be the same on all ranks, and
-their backwards are not equally far. So rank 0 chooses, and tells the others before each slice
+A slice that has started is not interrupted. So with smaller slices an urgent slice waits less, but
+each slice costs one latency more. While a slice is sent the next one is chosen already, or the link
+would be idle during the choice. The n-th collective of a group must be the same on all ranks, and
+their backwards are not equally far. So rank 0 chooses, and broadcasts its choice before each slice
 (ByteScheduler does the same for all-reduce).
 
-What it cannot do: clip the gradient, because the norm needs all sums before the first update; scale
-a loss (float16), for the same reason.
+Limits: it cannot clip the gradient, because the norm needs all sums before the first update; nor
+scale a loss (float16), for the same reason.
 
-Cost, a step and rank: as DDP's bytes; 2(P-1) messages a slice, and under `control` one broadcast of
-8 bytes a slice.
+Cost, per step and rank: as DDP's bytes; 2(P-1) messages per slice, and under `control` one
+broadcast of 8 bytes per slice.
 
 notes:   N2 §11.1
 Source:  Peng et al. 2019, "A Generic Communication Scheduler for Distributed DNN Training
@@ -57,10 +58,10 @@ Slice = tuple[int, int]  # (urgency: 0 is needed first, place in its bucket)
 
 
 class UrgentSums:
-    """Sums slices over the ranks, of those that wait the most urgent first; rank 0 chooses. Of one
-    step.
+    """The sums of one step's slices over the ranks; of the waiting slices the most urgent is summed
+    first. Rank 0 chooses.
 
-    Args:    sums, told: groups of the same ranks, for the slices and for what rank 0 tells; count:
+    Args:    sums, told: groups of the same ranks, for the slices and for rank 0's choices; count:
              slices of the step.
     """
 
@@ -81,7 +82,7 @@ class UrgentSums:
         ).start()
 
     def put(self, piece: Slice, array: Array) -> None:
-        """A slice is complete on this rank."""
+        """Add a slice that is complete on this rank."""
         with self._changed:
             self._ready[piece] = array
             heapq.heappush(self._waiting, piece)
@@ -94,8 +95,8 @@ class UrgentSums:
         self._sent[piece].wait()
 
     def _run(self) -> None:
-        """Choose, or hear what rank 0 has chosen, and send it, as soon as at most one slice is
-        under way."""
+        """Choose a slice, or receive rank 0's choice, and start its sum, as soon as at most one
+        slice is being sent."""
         before: Any = None
         try:
             with account.use(self._account), self.sums.ledger.aside(self._phase):
@@ -119,7 +120,7 @@ class UrgentSums:
                 self._changed.notify_all()
 
     def _agreed(self) -> Slice:
-        """The slice that goes next, on all ranks the same."""
+        """Return the next slice, the same on all ranks."""
         piece: Slice = (0, 0)
         if self.told.rank == 0:
             self._until(lambda: bool(self._waiting))
@@ -151,12 +152,12 @@ class UrgentSums:
 
 
 class SlicedDDP(DDP):
-    """DDP whose sums travel in slices, and whose forward waits for each layer's own sums.
+    """DDP whose sums are sent in slices, and whose forward waits for each layer's own sums.
 
     Args:    model, group, loss, bucket_bytes, recorder: as DDP's; on a host. A bucket is updated at
              once.
              slice_bytes: largest size of a slice, in bytes.
-             priority: False: slices travel in the order of backward, as DDP's buckets do.
+             priority: False: slices are sent in the order of backward, as DDP's buckets are.
     Attributes: as DDP's; order: (urgency, place) of the last step's slices as they were sent; with
     priority only.
     Raises:  ConfigError for a slice without a number; MismatchError if the replicas do not start
@@ -198,7 +199,7 @@ class SlicedDDP(DDP):
 
     @property
     def order(self) -> list[Slice]:
-        """See Attributes."""
+        """The order of the last step's slices (see Attributes)."""
         return [] if self._urgent is None else self._urgent.order
 
     def backward(
@@ -210,14 +211,15 @@ class SlicedDDP(DDP):
         last: bool = True,
         defer: bool = False,
     ) -> list[WeightGradient]:
-        """As DDP's; the last returns while sums are on their way."""
+        """Add gradients into the buckets, as DDP.backward; the last returns before all sums have
+        arrived."""
         self.settle()
         if last and self.priority:
             self._urgent = UrgentSums(self._sums, self._told, sum(map(len, self._slices)))
         return super().backward(share, dy, segment=segment, last=last, defer=defer)
 
     def _start_reduce(self, index: int) -> None:
-        """The bucket's last gradient is final: its slices may set out."""
+        """Queue the slices of a bucket whose last gradient is final."""
         for piece, array in self._slices[index]:
             self.recorder.announce(self.group.axis, f"all_reduce bucket {index} slice {piece[1]}")
             if self._urgent is not None:
@@ -235,8 +237,8 @@ class SlicedDDP(DDP):
         clip: float | None,
         squares: Squares | None = None,
     ) -> None:
-        """Each bucket is updated when one of its weights is read. Raises: ConfigError for a
-        clip."""
+        """Prepare the update: each bucket is updated when one of its weights is read. Raises:
+        ConfigError for a clip."""
         if clip is not None:
             raise ConfigError(
                 "SlicedDDP: clip needs the norm of the whole gradient, and so all sums before "
@@ -268,10 +270,10 @@ class SlicedDDP(DDP):
             parameter.zero_grad()
 
     def settle(self) -> None:
-        """Wait for all sums on their way, and update what they belong to."""
+        """Wait for all sums that have not arrived, and update their buckets."""
         for index in reversed(list(self._late)):
             self._late[index]()
 
     def state_replaced(self) -> None:
-        """Nothing is on its way when state is replaced."""
+        """Wait for all sums, so that none is pending when state is replaced."""
         self.settle()
