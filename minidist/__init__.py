@@ -1,23 +1,22 @@
-"""Distributed training from scratch, one readable module a chapter.
+"""Distributed training from scratch, one readable module per chapter.
 
     import minidist as md
 
-    world = md.init()                                       # this rank's md.Group; alone of size 1
-    results = md.run(fn, size=4, transport="threads")       # what fn(world) returned, in rank order
-    mesh = md.Mesh(world, dp=2, tp=2)                       # ranks on a grid of axes: mesh["dp"] is
-                                                            a Group
-    plan = md.Plan(dp=2, tp=2)                              # along which axes a job is cut, how its
-                                                            state is divided
-    trainer = md.Trainer(plan, config, world)               # config: a minidist.nn.GPTConfig
-    loss = trainer.step(batch)                              # the global batch in, the global mean
-                                                            loss out
-    found = md.simulate(plan, config, "h100:128x8", batch=1024)     # a step of a plan on a cluster
-                                                                    that is not at hand
-    ranking = md.plan_for(config, "h100:128x8", batch=1024)         # the plans that fit there, the
-                                                                    best first
-    md.errors                                               # every exception, in one tree
+    world = md.init()                                  # this rank's md.Group; without a job: size 1
+    results = md.run(fn, size=4, transport="threads")  # results of fn(world), in rank order
+    mesh = md.Mesh(world, dp=2, tp=2)                  # ranks on a grid: mesh["dp"] is a Group
+    plan = md.Plan(dp=2, tp=2)                         # the axes that cut a job, its divided state
+    trainer = md.Trainer(plan, config, world)          # config: a minidist.nn.GPTConfig
+    loss = trainer.step(batch)                         # global batch in, global mean loss out
 
-`dir(minidist)` lists these names. All but `errors` load on first use: `import minidist` loads
+    # a step of a plan on a cluster that you do not have
+    found = md.simulate(plan, config, "h100:128x8", batch=1024)
+    # the plans that fit on that cluster, the best first
+    ranking = md.plan_for(config, "h100:128x8", batch=1024)
+
+    md.errors                                          # every exception, in one tree
+
+`dir(minidist)` lists these names. All except `errors` load on first use: `import minidist` loads
 neither NumPy nor MPI.
 """
 
@@ -94,5 +93,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, and nothing else."""
+    """Return only the public names."""
     return [*__all__, "__version__"]

@@ -1,4 +1,4 @@
-"""`python -m minidist` is the `minidist` command."""
+"""The `minidist` command as `python -m minidist`."""
 
 import signal
 

@@ -38,8 +38,8 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", "
 SMALLEST = 1e-300  # of a number above 0: what is divided by it stays finite
 MOST_RANKS = 1024  # of a node: each is a process, or a thread
 MOST_BYTES = 2**62  # of a size
-NEAR = 0.7  # likeness of two words, from 0 to 1, from which one may be meant by the other
-PROCESS_BYTES = 24 << 20  # of a rank beside what processes share: Python, NumPy, minidist
+NEAR = 0.7  # likeness of two words, from 0 to 1, from which one may be a mistake for the other
+PROCESS_BYTES = 24 << 20  # of a rank, without shared memory of processes: Python, NumPy, minidist
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,10 +54,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """As argparse, which takes the value of --json=-- for the mark that ends the options.
+        """Return the values as argparse does, but refuse --json=--, whose value argparse takes for
+        the end of the options.
 
-        An empty word is refused, unless it is the default: mostly it is a variable of the shell
-        that is not set.
+        It also refuses an empty word, unless this is the default: mostly it is a variable of the
+        shell that is not set.
         """
         if action.option_strings and arg_strings == ["--"]:
             self.error(f"argument {'/'.join(action.option_strings)}: '--' is not a value")
@@ -80,8 +81,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Option strings of the parser and of all its commands: the top parser reports unknown options
-    of each."""
+    """Yield the option strings of the parser and of all its commands: the top parser reports
+    unknown options of each."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
@@ -90,9 +91,9 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' for the nearest of `known`, or the empty string if none is near.
+    """Return '; did you mean X?' for the nearest of `known`, or the empty string if none is near.
 
-    The dashes of an option do not count: they are alike in all of them.
+    The dashes of an option do not count, because all options have them.
     """
     names = {name.lstrip("-"): name for name in known}
     word = word.lstrip("-")
@@ -109,8 +110,8 @@ def fail(message: str) -> NoReturn:
 
 
 def number_of_bytes(text: str) -> int:
-    """'64MiB' -> 67108864. Units: B, KB, MB, GB, TB (powers of 1000); KiB, MiB, GiB, TiB and K, M,
-    G, T (of 1024)."""
+    """Return a size in bytes: '64MiB' -> 67108864. Units: B, KB, MB, GB, TB (powers of 1000); KiB,
+    MiB, GiB, TiB and K, M, G, T (of 1024)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
     if match is None or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(
@@ -125,8 +126,8 @@ def number_of_bytes(text: str) -> int:
 
 
 def sizes(text: str) -> list[int]:
-    """'1KiB:64MiB' -> bytes, doubling from the first to the last; '1KiB,3MB' -> these; '4KiB' ->
-    one."""
+    """Return sizes in bytes: '1KiB:64MiB' -> doubling from the first to the last; '1KiB,3MB' ->
+    these; '4KiB' -> one."""
     if ":" not in text:
         return [number_of_bytes(part) for part in text.split(",")]
     first, last = map(number_of_bytes, text.split(":", 1))
@@ -138,7 +139,7 @@ def sizes(text: str) -> list[int]:
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """The type of an option whose value is a whole number within these bounds."""
+    """Return the type of an option whose value is a whole number within these bounds."""
 
     def parse(text: str) -> int:
         match = re.fullmatch(r"\s*[+-]?0*([0-9]+)\s*", text, re.ASCII)
@@ -163,12 +164,12 @@ seed_number = whole_number(-(2**63), 2**64 - 1)
 
 
 def counts(text: str) -> list[int]:
-    """'2,4' -> [2, 4]: numbers of ranks."""
+    """Return numbers of ranks: '2,4' -> [2, 4]."""
     return [rank_count(part) for part in text.split(",")]
 
 
 def core_list(text: str) -> list[int]:
-    """'0-1,4' -> [0, 1, 4]: cores of this machine that this process may use. Raises:
+    """Return cores of this machine that this process may use: '0-1,4' -> [0, 1, 4]. Raises:
     ArgumentTypeError."""
     usable = cores.usable()
     if usable is None:
@@ -206,7 +207,7 @@ def decimal(text: str) -> float:
 
 
 def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """The type of an option whose value is `what`: a number up to 1e12 that `fits`."""
+    """Return the type of an option whose value is `what`: a number up to 1e12 that `fits`."""
 
     def parse(text: str) -> float:
         with suppress(ValueError):
@@ -236,7 +237,8 @@ def picture(text: str) -> str:
 
 
 def folder_to_write(text: str) -> Path:
-    """A folder that can be written to; it is made if it is not there. Raises: ArgumentTypeError."""
+    """Return a folder that can be written to; it is made if it is not there. Raises:
+    ArgumentTypeError."""
     try:
         Path(text).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -249,7 +251,7 @@ def folder_to_write(text: str) -> Path:
 
 
 def readable(message: str) -> str:
-    """An error's message as one line, without the tails of its longest words: a user may have
+    """Return an error's message as one line, with its longest words cut off: a user may have
     written anything."""
     message = re.sub(
         r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]",
@@ -260,13 +262,13 @@ def readable(message: str) -> str:
 
 
 def shown(text: str) -> str:
-    """What a user wrote, in quotes, as far as an error shows it."""
+    """Return a user's text in quotes, as far as an error shows it."""
     return repr(text if len(text) <= 60 else f"{text[:40]}…")
 
 
 def memory_bytes() -> int:
-    """The memory of this machine with its swap, or less if the container that we are in may have
-    less."""
+    """Return the memory of this machine with its swap, or less if the container that we are in may
+    have less."""
     import psutil
 
     limits = [psutil.virtual_memory().total + psutil.swap_memory().total]
@@ -277,8 +279,8 @@ def memory_bytes() -> int:
 
 
 def require_memory(what: str, nbytes: int, *, processes: int = 0) -> None:
-    """Raise MemoryLimitError if `what`, with so many processes of ranks, needs more bytes than this
-    machine has."""
+    """Raise MemoryLimitError if `what`, with `processes` processes of ranks, needs more bytes than
+    this machine has."""
     needed = nbytes + processes * PROCESS_BYTES
     here = memory_bytes()
     if needed > here:
@@ -288,17 +290,17 @@ def require_memory(what: str, nbytes: int, *, processes: int = 0) -> None:
 
 
 def plural(count: int, noun: str) -> str:
-    """(1, "rank") -> "1 rank", (4, "rank") -> "4 ranks"."""
+    """Return a count with its noun: (1, "rank") -> "1 rank", (4, "rank") -> "4 ranks"."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def exactly(number: float) -> str:
-    """12.0 -> "12", 1234.5 -> "1,234.5"."""
+    """Return a number as text: 12.0 -> "12", 1234.5 -> "1,234.5"."""
     return f"{number:,.1f}".removesuffix(".0")
 
 
 def size_text(nbytes: float) -> str:
-    """`3.1 TiB`, `3 MiB`, `1.5 KiB`, `12 B`."""
+    """Return a size as text: `3.1 TiB`, `3 MiB`, `1.5 KiB`, `12 B`."""
     for unit, scale in (
         ("EiB", 2**60),
         ("PiB", 2**50),
@@ -324,7 +326,8 @@ def write_json(file: str | Path, value: Any, *, member: bool = False) -> None:
 
 @contextmanager
 def written(option: str, file: str | Path, *, member: bool = False) -> Iterator[Path]:
-    """The draft of a file that `option` names (files.whole). Raises: as write_json."""
+    """Context manager: the draft of a file that `option` names (files.whole). Raises: as
+    write_json."""
     try:
         with whole(file, member=member) as draft:
             yield draft

@@ -1,19 +1,16 @@
 """Files that are whole or not there: drafts that take their place at once, and folders that outlive
 no process.
 
-    with whole("result.json") as draft:         # a reader finds the old file or the new one, also
-                                                after a kill
-        draft.write_text(...)
-    with scratch() as folder:                   # for the length of the block
+    with whole("result.json") as draft:      # a reader finds the old file or the new one, also
+        draft.write_text(...)                # after a kill
+    with scratch() as folder:                # a folder that exists only inside the block
         ...
-    read_regular("notes.txt", most=1 << 20)     # never waits: a pipe, a device or a folder is an
-                                                OSError
-    create(folder / "00003.ring")               # a new file, private; never through a link that
-                                                lies there
+    read_regular("notes.txt", most=1 << 20)  # never waits: a pipe, a device or a folder is an OSError
+    create(folder / "00003.ring")            # a new private file; never through an existing link
 
-A killed process leaves its scratch folders behind. Their owner held a lock on each, which the
-system has let go, so the next one that makes or sweeps such a folder sees that they are stale, and
-removes them.
+A killed process leaves its scratch folders behind. The process held a lock on each folder, and the
+system has released it. So the next process that makes or sweeps such a folder sees that they are
+stale, and removes them.
 """
 
 import errno
@@ -33,14 +30,14 @@ from minidist.errors import ConfigError
 
 DRAFTS = ".minidist-"  # how the names of folders of drafts begin
 PIECE = 1 << 20  # bytes of zeros that are written at once
-# the code of errors of what is there, but is no file to read or append to
+# the code of errors for something that exists, but is no file to read or append to
 NOT_REGULAR = errno.EINVAL
 PRIVATE = 0o600
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # not the user's mistake
 
 
 def user_folder(variable: str, below: str) -> Path:
-    """Return the user's folder that an XDG variable names, or the one that is so far below the home
+    """Return the user's folder that an XDG variable names, or else the folder `below` in the home
     folder.
 
     Raises: ConfigError for a user without a home, where no private folder can be made either.
@@ -113,8 +110,8 @@ def read_regular(file: str | Path, *, most: int, member: bool = False) -> bytes:
 
 
 def read_file_or_pipe(file: str | Path, *, most: int) -> bytes:
-    """Return what a user's file holds. A pipe that is open already (/dev/stdin, `<(…)`) is read to
-    its end.
+    """Return the content of a user's file. A pipe that is open already (/dev/stdin, `<(…)`) is read
+    to its end.
 
     Raises: OSError, with the name: also for a folder, a named pipe, a device, and a file of more
     than `most` bytes.
@@ -176,8 +173,8 @@ def create(file: str | Path, *, mode: int = PRIVATE, flags: int = os.O_RDWR) -> 
 
 
 def begin(file: str | Path) -> int:
-    """Return a descriptor to append to a file that begins anew; what lies there and is no regular
-    file goes first.
+    """Return a descriptor to append to a new, empty file; if the name is taken by something else
+    than a regular file, remove that first.
 
     Raises:  OSError.
     """
@@ -216,10 +213,10 @@ def private(file: str, flags: int) -> int:
 
 @contextmanager
 def scratch(parent: str | Path | None = None, prefix: str = DRAFTS) -> Iterator[Path]:
-    """A new private folder in `parent` (None: the system's for temporary files), removed at the end
-    of the block.
+    """Context manager: a new private folder in `parent` (None: the system's for temporary files),
+    removed at the end.
 
-    Stale ones go first. Raises: OSError if it cannot be made.
+    Stale folders are removed first. Raises: OSError if it cannot be made.
     """
     home = Path(tempfile.gettempdir() if parent is None else parent)
     sweep(home, prefix)
@@ -232,8 +229,8 @@ def scratch(parent: str | Path | None = None, prefix: str = DRAFTS) -> Iterator[
 
 
 def _locked_folder(home: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder and the descriptor that holds its lock; made again if a sweep was faster than
-    the lock."""
+    """Return a new folder and the descriptor that holds its lock; made again if a sweep was faster
+    than the lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=home))
         with suppress(FileNotFoundError):
@@ -256,7 +253,7 @@ def sweep(home: Path, prefix: str = DRAFTS, *, older: float = 0.0) -> None:
     """Remove the scratch folders in `home` that killed processes left, and other files that their
     owners lock.
 
-    Args:    older: spare files that were changed within so many seconds.
+    Args:    older: spare files that were changed within this number of seconds.
     """
     for stale in home.glob(f"{prefix}*"):
         with suppress(OSError):  # another user's, or gone
@@ -273,13 +270,13 @@ def sweep(home: Path, prefix: str = DRAFTS, *, older: float = 0.0) -> None:
 
 @contextmanager
 def whole(file: str | Path, *, member: bool = False) -> Iterator[Path]:
-    """A draft of `file`, of the same name, which takes its place at the end of the block, or goes
-    if that fails.
+    """Context manager: a draft of `file`, of the same name; it takes the place of `file` at the end
+    of the block, or is removed if that fails.
 
-    What is no regular file (a pipe, /dev/stdout), or lies in a folder that takes no other, is
-    written in its place.
-    Args:    member: the file belongs to a folder that another user may have filled: a link, or what
-             else lies there, is replaced, and not written to.
+    Something that is no regular file (a pipe, /dev/stdout), or a file in a folder that takes no
+    new files, is written in place.
+    Args:    member: the file belongs to a folder that another user may have filled: a link, or
+             anything else with this name, is replaced, and not written to.
     Raises:  OSError if it cannot be written, with the name of `file`.
     """
     place = Path(file) if member else _real(file)
@@ -296,14 +293,15 @@ def whole(file: str | Path, *, member: bool = False) -> Iterator[Path]:
 
 
 def _real(file: str | Path) -> Path:
-    """Return where the links of a path lead; an open pipe (/dev/stdout) has that path alone."""
+    """Return the path to which links lead; for an open pipe (/dev/stdout) return the path
+    itself."""
     real = Path(os.path.realpath(file))
     return Path(file) if os.path.exists(file) and not os.path.exists(real) else real
 
 
 @contextmanager
 def _read_by_somebody(place: Path) -> Iterator[None]:
-    """In the block a named pipe can be opened without a wait.
+    """Context manager: inside, a named pipe can be opened without a wait.
 
     Raises:  OSError if nobody reads it.
     """
@@ -323,8 +321,8 @@ def _read_by_somebody(place: Path) -> Iterator[None]:
 
 
 def as_utf8(text: str) -> bytes:
-    """Return a text for a file, whatever the locale; what is no Unicode, as a byte of a file's
-    name, is escaped.
+    """Return a text as bytes for a file, independent of the locale; characters that are not valid
+    Unicode, as in some file names, are escaped.
 
     In JSON such an escape is read as the same character again.
     """
@@ -332,8 +330,8 @@ def as_utf8(text: str) -> bytes:
 
 
 def reserve(file: int, offset: int, nbytes: int) -> None:
-    """Room for `nbytes` at the end of an open file, which read as zeros. Raises: OSError if the
-    disk has none.
+    """Reserve `nbytes` at the end of an open file, which read as zeros. Raises: OSError if the disk
+    has no room.
 
     Where the system cannot reserve (macOS, some file systems), zeros are written.
     """
@@ -359,7 +357,8 @@ def check_writable(option: str, file: str | Path | None) -> None:
     """Raise ConfigError, one line that begins with `option`, unless `whole` can write `file`, if
     there is one.
 
-    It is tried: permission bits say nothing of /proc or a read-only disk. Nothing is left behind.
+    It tries to write, because permission bits do not describe /proc or a read-only disk. Nothing is
+    left behind.
     """
     if file is None:
         return
@@ -384,7 +383,8 @@ def check_writable(option: str, file: str | Path | None) -> None:
 
 
 def lock_holder(file: int) -> int | None:
-    """The process that has locked an open file or folder (flock), where the system tells."""
+    """Return the process that has locked an open file or folder (flock), if the system reports
+    it."""
     state = os.fstat(file)
     inode = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}:{state.st_ino}"
     with suppress(OSError):

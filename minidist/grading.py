@@ -2,18 +2,18 @@
 
     exercise.py   functions whose missing pieces are `hole(2, "which chunk arrives?")`; a student
                   replaces each call
-    check.py      `grade(exercise)` runs the student's functions and yields one Result a task:
-                  target beside measured
-    the library   is the answer key: check.py asks it for the right values, so that answers cannot
-                  drift
+    check.py      `grade(exercise)` runs the student's functions and yields one Result per task:
+                  the target and the measured value
+    the library   is the answer key: check.py asks it for the right values, so that answers stay
+                  up to date
 
 A check stops at the first task that fails, because later tasks would only repeat the same mistake.
-Then each hole is graded by itself: the student's answer to it, and the right code in all the
-others. So the hole that is wrong is named, and what is filled is graded before all is filled. The
-right code comes from check.py: `CUT_FROM` lists the plain versions that the exercise is cut from;
-`ANSWERS`, {hole: code}, holds what the plain versions do not have.
+Then each hole is graded separately: the student's answer to it, and the right code in all the
+others. So the wrong hole is named, and filled holes are graded before all holes are filled. The
+right code is from check.py: `CUT_FROM` lists the plain versions that the exercise is cut from;
+`ANSWERS`, {hole: code}, holds the code that the plain versions do not have.
 
-Whatever the student's code does (an exception, a hang, a wrong value) becomes a Result, never a
+Any problem in the student's code (an exception, a hang, a wrong value) becomes a Result, never a
 traceback of ours.
 """
 
@@ -35,7 +35,7 @@ from minidist.errors import ConfigError, MinidistError, TimeoutError
 from minidist.files import read_regular
 
 MOST_SOURCE = 1 << 24  # bytes of a Python file
-NOT_FILLED = "not filled yet"  # the mistake of a Result that met a hole
+NOT_FILLED = "not filled yet"  # the mistake of a Result that reached a hole
 
 
 class HoleError(MinidistError):
@@ -45,7 +45,7 @@ class HoleError(MinidistError):
 def hole(number: int, task: str, *given: Any) -> Any:
     """Mark the place of a student's code, which replaces the whole call.
 
-    Args:    task: what is missing. given: the values that the code needs.
+    Args:    task: the missing code, in words. given: the values that the code needs.
     Raises:  HoleError, always.
     """
     raise HoleError(f"fill hole {number}: {task}")
@@ -53,8 +53,8 @@ def hole(number: int, task: str, *given: Any) -> Any:
 
 @dataclass(frozen=True)
 class Result:
-    """One graded task: target and measured; if it failed, the name of the mistake and what to read
-    again."""
+    """One graded task: target and measured; if it failed, the name of the mistake and the section
+    to read again."""
 
     task: str
     passed: bool
@@ -62,11 +62,11 @@ class Result:
     measured: str
     mistake: str = ""
     advice: str = ""
-    holes: tuple[int, ...] = ()  # those to blame, where that is known
+    holes: tuple[int, ...] = ()  # the holes with the mistake, if known
 
     def line(self) -> str:
-        """The result as one line: `bytes sent: 3.5 MiB, target 3.0 MiB: whole tensors: read section
-        3 again`."""
+        """Return the result as one line: `bytes sent: 3.5 MiB, target 3.0 MiB: whole tensors: read
+        section 3 again`."""
         if self.passed:
             return f"{self.task}: {self.measured} ok"
         if self.mistake == NOT_FILLED:
@@ -78,7 +78,7 @@ class Result:
 
 @dataclass(frozen=True)
 class HoleGrade:
-    """One hole by itself, with the right code in all the others: `state` is "right", "wrong" or
+    """The grade of one hole, with the right code in all the others: `state` is "right", "wrong" or
     "open"."""
 
     number: int
@@ -102,8 +102,8 @@ class Grade:
         return bool(self.results) and all(result.passed for result in self.results)
 
     def summary(self) -> str:
-        """How far it is: `2 of 6 holes left: 3 (wrong), 5`; empty if nothing is known of the
-        holes."""
+        """Return the state of the holes: `2 of 6 holes left: 3 (wrong), 5`; empty if nothing is
+        known of them."""
         left = [
             f"{hole.number}{' (wrong)' * (hole.state == 'wrong')}"
             for hole in self.holes
@@ -117,8 +117,8 @@ class Grade:
 
 
 def expect(task: str, target: Any, measured: Any, mistake: str = "", advice: str = "") -> Result:
-    """A Result that passes if `measured` equals `target`; `mistake` and `advice` are for the other
-    case."""
+    """Return a Result that passes if `measured` equals `target`; `mistake` and `advice` are for the
+    other case."""
     return Result(task, bool(measured == target), str(target), str(measured), mistake, advice)
 
 
@@ -188,7 +188,7 @@ def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
 def _results(
     check: ModuleType, exercise: Callable[[], ModuleType], exercise_file: Path
 ) -> list[Result]:
-    """The check's results up to the first that failed."""
+    """Return the check's results up to the first that failed."""
     results: list[Result] = []
     try:
         for result in check.grade(exercise()):
@@ -202,7 +202,8 @@ def _results(
 
 
 def answer_key(check: ModuleType, template: ast.Module) -> dict[int, holes.Nodes]:
-    """The right code of each hole of a lesson's exercise, from the check's CUT_FROM and ANSWERS."""
+    """Return the right code of each hole of a lesson's exercise, from the check's CUT_FROM and
+    ANSWERS."""
     sources = [inspect.getsource(part) for part in getattr(check, "CUT_FROM", ())]
     return holes.right_code(template, sources, getattr(check, "ANSWERS", {}))
 
@@ -210,8 +211,8 @@ def answer_key(check: ModuleType, template: ast.Module) -> dict[int, holes.Nodes
 def _by_hole(
     check: ModuleType, template: ast.Module, exercise_file: Path, number: str, first: Result
 ) -> tuple[HoleGrade, ...]:
-    """Each hole by itself; none where the file cannot be parsed. `first`: the first mistake of the
-    whole."""
+    """Return the grade of each hole; none if the file cannot be parsed. `first`: the first mistake
+    of the whole."""
     try:
         student = ast.parse(exercise_file.read_text(encoding="utf-8"))
     except SyntaxError:
@@ -219,7 +220,7 @@ def _by_hole(
     answers = holes.answers_of(template, student, answer_key(check, template))
 
     def without(replaced: Iterable[holes.Answer]) -> Result | None:
-        """The first mistake that is left with the right code in place of these."""
+        """Return the first mistake that is left with the right code in place of these."""
         module = holes.corrected(student, replaced)
         last = _results(check, lambda: run_module(module, exercise_file, number), exercise_file)[-1]
         return None if last.passed else last
@@ -234,7 +235,7 @@ def _by_hole(
         result = without(others) if others else first
         wrong |= {answer.holes: result} if result else {}
     if len(wrong) > 1 and not any(answer.is_open for answer in answers):
-        # an answer that is right beside another that is as unusual: the author of both meant both
+        # an answer that is right together with another unusual one: the author meant both
         alone = [
             answer.holes for answer in answers if answer.holes in wrong and not without([answer])
         ]
@@ -255,7 +256,8 @@ def _by_hole(
 
 
 def _told(result: Result, blamed: tuple[int, ...], task: str) -> Result:
-    """A mistake of hole `blamed`: as the check names it, unless that is about other holes."""
+    """Return a mistake of hole `blamed`: as the check names it, unless the check's text is about
+    other holes."""
     spans = re.findall(r"(\d+)(?: to (\d+))?", " ".join(_HOLES.findall(result.advice)))
     named = {hole for first, last in spans for hole in range(int(first), int(last or first) + 1)}
     advice = _HOLES.sub("", result.advice).strip().rstrip(":")
@@ -269,8 +271,8 @@ _HOLES = re.compile(r"[:,]? ?\(holes? [^)]*\)")
 
 
 def _blamed(result: Result, graded: tuple[HoleGrade, ...]) -> Result:
-    """The first mistake of the whole exercise, by the holes that are wrong; an open hole comes
-    after a wrong one."""
+    """Return the first mistake of the whole exercise, assigned to the holes that are wrong; an open
+    hole is named only if none is wrong."""
     wrong = [hole for hole in graded if hole.result]
     if not wrong:
         return result
@@ -280,12 +282,12 @@ def _blamed(result: Result, graded: tuple[HoleGrade, ...]) -> Result:
 
 
 def holes_text(numbers: tuple[int, ...]) -> str:
-    """`hole 2`, or `holes 2, 3`."""
+    """Return `hole 2`, or `holes 2, 3`."""
     return f"hole{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
 
 
 def run_module(tree: ast.Module, file: Path, name: str) -> ModuleType:
-    """Run a module's code as if it stood in `file`.
+    """Run a module's code as if it were in `file`; return the module.
 
     Raises:  any error of the code.
     """
@@ -324,7 +326,7 @@ def explain(error: BaseException, exercise_file: Path) -> Result:
 
 
 def _open_holes(exercise_file: Path) -> str:
-    """How many calls of `hole` the file still has: "6 holes left"."""
+    """Return the number of calls of `hole` that the file still has: "6 holes left"."""
     tree = ast.parse(exercise_file.read_text(encoding="utf-8"))
     count = sum(
         isinstance(node, ast.Call) and ast.unparse(node.func) == "hole" for node in ast.walk(tree)
@@ -333,8 +335,8 @@ def _open_holes(exercise_file: Path) -> str:
 
 
 def _at(error: BaseException, file: Path) -> str:
-    """` (exercise.py line 31)`: the last line of `file` in the traceback of `error`; empty if there
-    is none."""
+    """Return ` (exercise.py line 31)`: the last line of `file` in the traceback of `error`; empty
+    if there is none."""
     whole = file.absolute()  # as in tracebacks
     lines = [
         frame.lineno
@@ -345,8 +347,8 @@ def _at(error: BaseException, file: Path) -> str:
 
 
 def variant(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """A plain version with `new` in place of its code `old`: what a mistake leads to, so that it
-    can be named."""
+    """Return a plain version with `new` in place of its code `old`: the result of a mistake, so
+    that a check can name it."""
     source = inspect.getsource(function)
     assert source.count(old) == 1, f"{function.__name__} has {old!r} {source.count(old)} times"
     names: dict[str, Any] = {}
@@ -360,12 +362,12 @@ def variant(function: Callable[..., Any], old: str, new: str) -> Callable[..., A
 
 
 def totals(ledger: Any) -> tuple[int, int]:
-    """(messages, bytes) that `ledger` has counted on all axes but `control`."""
+    """Return (messages, bytes) that `ledger` has counted on all axes except `control`."""
     rows = [row for row in ledger.rows() if row["axis"] != "control"]
     return sum(row["messages"] for row in rows), sum(row["nbytes"] for row in rows)
 
 
 def sent_since(ledger: Any, before: tuple[int, int]) -> tuple[int, int]:
-    """(messages, bytes) sent since `totals` returned `before`."""
+    """Return (messages, bytes) sent since `totals` returned `before`."""
     messages, nbytes = totals(ledger)
     return messages - before[0], nbytes - before[1]

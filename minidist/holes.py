@@ -1,4 +1,4 @@
-"""Which code stands where a hole is: an exercise beside the code that it is cut from, or beside a
+"""The code in place of a hole: an exercise is compared with the code that it is cut from, or with a
 student's copy.
 
     exercise.py                                     the plain version, or a student's copy
@@ -8,8 +8,8 @@ student's copy.
                                                     chunks[incoming] += arrived
 
 A hole that is a statement stands for one statement or several, any other for an expression. All
-else has to be equal but docstrings, comments and annotations. So the right code of a hole is read
-from the plain version, and a student's answers are taken out of a copy one by one.
+other code must be equal, except docstrings, comments and annotations. So the right code of a hole
+is read from the plain version, and a student's answers are taken out of a copy one by one.
 """
 
 import ast
@@ -28,7 +28,7 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Answer:
-    """A student's code of one hole; or of a whole function with `holes`, where the rest of it was
+    """A student's code of one hole; or of a whole function with `holes`, if the rest of it was
     changed too."""
 
     holes: tuple[int, ...]
@@ -37,17 +37,17 @@ class Answer:
 
     @property
     def is_open(self) -> bool:
-        """Whether a hole is still in it."""
+        """Whether a hole is still in the code."""
         return any(number_of(node) for top in self.nodes for node in ast.walk(top))
 
     @property
     def is_right_code(self) -> bool:
-        """Whether it is word for word the right code."""
+        """Whether the code is word for word the right code."""
         return _words(self.nodes) == _words(self.right)
 
 
 def number_of(node: ast.AST) -> int:
-    """The number of the hole that this expression or statement is; 0 if it is none."""
+    """Return the number of the hole that this expression or statement is; 0 if it is none."""
     call = node.value if isinstance(node, ast.Expr) else node
     if not (
         isinstance(call, ast.Call)
@@ -61,7 +61,7 @@ def number_of(node: ast.AST) -> int:
 
 
 def tasks(template: ast.AST) -> dict[int, str]:
-    """What each hole asks for, by number."""
+    """Return the task of each hole, by number."""
     calls = [node for node in ast.walk(template) if isinstance(node, ast.Call) and number_of(node)]
     return {
         number_of(call): str(ast.literal_eval(call.args[1]))
@@ -70,7 +70,7 @@ def tasks(template: ast.AST) -> dict[int, str]:
 
 
 def match(template: ast.AST, source: ast.AST) -> dict[int, Nodes] | None:
-    """The code of each hole of `template` in `source`; None if they differ elsewhere."""
+    """Return the code of each hole of `template` in `source`; None if they differ elsewhere."""
     found: dict[int, Nodes] = {}
     return found if _same(template, source, found) else None
 
@@ -90,14 +90,14 @@ def _same(template: ast.AST, source: ast.AST, found: dict[int, Nodes]) -> bool:
 
 
 def _untyped(node: ast.AST) -> ast.AST:
-    """`x: int = 1` as `x = 1`."""
+    """Return `x: int = 1` as `x = 1`."""
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         return ast.copy_location(ast.Assign([node.target], node.value), node)
     return node
 
 
 def _equal(template: object, source: object, found: dict[int, Nodes]) -> bool:
-    """Nodes, lists of nodes, names or numbers."""
+    """Return whether nodes, lists of nodes, names or numbers are equal, except at holes."""
     if isinstance(template, ast.AST) and isinstance(source, ast.AST):
         return _same(template, source, found)
     if isinstance(template, list) and isinstance(source, list):
@@ -110,7 +110,7 @@ def _equal(template: object, source: object, found: dict[int, Nodes]) -> bool:
 
 
 def _code(block: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements but docstrings."""
+    """Return the statements except docstrings."""
     return [
         node
         for node in block
@@ -125,7 +125,8 @@ def _code(block: list[ast.stmt]) -> list[ast.stmt]:
 def _blocks(
     template: Sequence[ast.stmt], source: Sequence[ast.stmt], found: dict[int, Nodes]
 ) -> bool:
-    """Statement by statement; a hole takes as few as it can, at least one."""
+    """Return whether two blocks are equal statement by statement; a hole takes as few statements as
+    possible, at least one."""
     if not template:
         return not source
     number = number_of(template[0])
@@ -142,7 +143,8 @@ def _blocks(
 
 
 def definitions(tree: ast.AST) -> dict[str, Definition]:
-    """The functions and classes at the top of a module, and the methods as `Class.method`."""
+    """Return the functions and classes at the top of a module, and the methods as
+    `Class.method`."""
     found: dict[str, Definition] = {}
     for node in getattr(tree, "body", []):
         if isinstance(node, Definition):
@@ -155,8 +157,8 @@ def definitions(tree: ast.AST) -> dict[str, Definition]:
 def right_code(
     template: ast.Module, sources: Iterable[str], answers: Mapping[int, str]
 ) -> dict[int, Nodes]:
-    """The right code of each hole: from the `sources` of the functions that an exercise is cut
-    from, then `answers`.
+    """Return the right code of each hole: from the `sources` of the functions that an exercise is
+    cut from, then `answers`.
 
     Raises:  ValueError if the exercise is not cut from a source: its code differs outside the
              holes.
@@ -176,7 +178,7 @@ def right_code(
 
 
 def _parsed(text: str) -> Nodes:
-    """The code of an answer."""
+    """Return the code of an answer."""
     body = ast.parse(textwrap.dedent(text).strip()).body
     return [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else list(body)
 
@@ -184,7 +186,7 @@ def _parsed(text: str) -> Nodes:
 def answers_of(
     template: ast.Module, student: ast.Module, right: Mapping[int, Nodes]
 ) -> list[Answer]:
-    """A student's answers: hole by hole, or function by function where its other lines were
+    """Return a student's answers: hole by hole, or function by function where its other lines were
     changed."""
     theirs = definitions(student)
     found = dict[tuple[int, ...], Answer]()
@@ -202,7 +204,7 @@ def answers_of(
 
 
 def _holes(part: ast.AST) -> list[ast.AST]:
-    """The holes in `part`, each as the statement that it is, or else as an expression."""
+    """Return the holes in `part`, each as the statement that it is, or else as an expression."""
     found = [node for node in ast.walk(part) if number_of(node)]
     statements = {id(node.value) for node in found if isinstance(node, ast.Expr)}
     return [node for node in found if id(node) not in statements]
@@ -213,7 +215,7 @@ def _held(part: ast.AST) -> tuple[int, ...]:
 
 
 def corrected(student: ast.Module, answers: Iterable[Answer]) -> ast.Module:
-    """A student's module with the right code in place of these answers; the lines keep their
+    """Return a student's module with the right code in place of these answers; the lines keep their
     numbers."""
     swaps: dict[int, Nodes] = {}
     for answer in answers:
@@ -226,7 +228,7 @@ def corrected(student: ast.Module, answers: Iterable[Answer]) -> ast.Module:
 
 
 def _placed(node: ast.AST, where: ast.AST) -> ast.AST:
-    """A copy of `node` that says it stands where `where` does."""
+    """Return a copy of `node` with the line numbers of `where`."""
     copied = copy.deepcopy(node)
     for part in ast.walk(copied):
         ast.copy_location(part, where)
@@ -234,7 +236,8 @@ def _placed(node: ast.AST, where: ast.AST) -> ast.AST:
 
 
 def rebuilt(node: ast.AST, swaps: Mapping[int, Nodes]) -> ast.AST:
-    """A copy of `node` with other code in place of the nodes whose `id` is a key of `swaps`."""
+    """Return a copy of `node` with other code in place of the nodes whose `id` is a key of
+    `swaps`."""
     if id(node) in swaps:
         return swaps[id(node)][0]
     fields: dict[str, Any] = {}
@@ -247,7 +250,8 @@ def rebuilt(node: ast.AST, swaps: Mapping[int, Nodes]) -> ast.AST:
 
 
 def _swapped(old: Any, swaps: Mapping[int, Nodes]) -> list[Any]:
-    """An element of a list: what takes its place, an expression among statements as a statement."""
+    """Return the nodes that replace an element of a list; an expression among statements becomes a
+    statement."""
     if not isinstance(old, ast.AST):
         return [old]
     new = swaps[id(old)] if id(old) in swaps else [rebuilt(old, swaps)]
@@ -260,5 +264,5 @@ def _swapped(old: Any, swaps: Mapping[int, Nodes]) -> list[Any]:
 
 
 def _words(nodes: Nodes) -> list[str]:
-    """Code that can be compared, without places and spaces."""
+    """Return code in a form to compare, without places and spaces."""
     return [ast.dump(node.value if isinstance(node, ast.Expr) else node) for node in nodes]

@@ -1,13 +1,12 @@
 """The progress of a long command, shown in one way by all of them.
 
-    with progress("reading") as show:               # on stderr: results on stdout can go to a file
-                                                    meanwhile
-        show("fitting the constants")               # what it does now
-        show.at(3, 40, "round 3: gloo")             # and how far it is
-        show.keep("4 ranks: done")                  # a result: a line on stdout, which stays
+    with progress("reading") as show:       # on stderr, so results on stdout can go to a file
+        show("fitting the constants")       # the present work
+        show.at(3, 40, "round 3: gloo")     # and how much of it is done
+        show.keep("4 ranks: done")          # a result: a line on stdout, which stays
 
-    a terminal                  one line that changes, and goes with the block; a bar where it is
-                                known how far it is
+    a terminal                  one line that changes, and ends with the block; a bar if the total
+                                is known
     a dumb terminal, a file     nothing; `minidist train` prints a line at most every five seconds
 
 Functions that measure take a Progress, or any function of a text.
@@ -39,10 +38,10 @@ LAST_LINES = 5.0  # seconds until the last lines of other processes are there
 
 
 class Progress:
-    """Shows how far a command is. This one shows nothing but the lines that stay."""
+    """A display of a command's progress. This base class shows only the lines that stay."""
 
     def __call__(self, text: str) -> None:
-        """Show what is done now."""
+        """Show the present work."""
 
     def at(self, done: int, total: int, text: str = "") -> None:
         """Show that `done` of `total` are done, and `text` about it."""
@@ -53,18 +52,18 @@ class Progress:
 
     @contextmanager
     def stderr(self) -> Iterator[int | None]:
-        """The stderr= of processes that this command starts in the block."""
+        """Context manager: the stderr= of processes that this command starts inside."""
         yield None
 
     def close(self) -> None:
-        """Show nothing from now on; a second time does nothing."""
+        """Show nothing from now on; a second call does nothing."""
 
 
 SILENT = Progress()
 
 
 class Lines(Progress):
-    """Prints how far it is, at most once every `seconds`.
+    """Lines of progress, printed at most once every `seconds`.
 
     Args:    ends: also the first time, and when all is done.
     """
@@ -95,8 +94,8 @@ class Lines(Progress):
 class Bar(Progress):
     """A line that keeps its place on a terminal.
 
-    Args:    console: the terminal; noun: what is counted, as "step"; stays: its last state stays on
-             the screen.
+    Args:    console: the terminal; noun: the unit that is counted, as "step"; stays: its last state
+             stays on the screen.
     """
 
     def __init__(
@@ -129,14 +128,15 @@ class Bar(Progress):
         if not self.console.stderr:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
-        # both may be one terminal: the line goes, and comes again below the result
+        # both may be one terminal: remove the line, and show it again below the result
         self._row.stop()
         super().keep(line)
         self._row.start()
 
     @contextmanager
     def stderr(self) -> Iterator[int | None]:
-        """Their lines are shown above the one that changes."""
+        """Context manager: lines that these processes print are shown above the line that
+        changes."""
         reading, writing = os.pipe()
 
         def show() -> None:
@@ -159,14 +159,14 @@ class Bar(Progress):
 
 
 class _Count(ProgressColumn):
-    """ "3/40", as far as it is known."""
+    """The text "3/40", if the total is known."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
 
 
 class _CountBar(BarColumn):
-    """A bar, where it is known how far it is."""
+    """A bar, if the total is known."""
 
     def render(self, task: Task) -> Any:
         return Text() if task.total is None else super().render(task)
@@ -174,7 +174,7 @@ class _CountBar(BarColumn):
 
 @contextmanager
 def progress(text: str) -> Iterator[Progress]:
-    """In the block a command that takes long shows on stderr what it does, first `text`."""
+    """Context manager: a command that takes long shows its work on stderr, first `text`."""
     console = Console(stderr=True, highlight=False)
     animated = console.is_terminal and not console.is_dumb_terminal
     shown = Bar(console, text) if animated else Progress()

@@ -1,14 +1,14 @@
 """Files that a user brings, read through a schema: bounded, regular, and of the types that the
 reader expects.
 
-    class Point(msgspec.Struct):                # a schema: unknown keys are left alone
+    class Point(msgspec.Struct):           # a schema: unknown keys are ignored
         x: Finite
         name: str
-    read_json("point.json", Point)              # the JSON value itself; ConfigError in one line if
-                                                it does not fit
+    read_json("point.json", Point)         # the JSON value itself; ConfigError in one line if it
+                                           # does not fit
 
-A digest says that a file is as it was written, not who wrote it. So what a digest covers is read in
-the same way.
+A digest says that a file is as it was written, but not who wrote it. So data with a digest is read
+in the same way.
 """
 
 import json
@@ -146,8 +146,8 @@ def parse_line(line: bytes, schema: Any) -> Any:
 
 @contextmanager
 def consistent(what: str) -> Iterator[None]:
-    """Raise ConfigError in the block where the values of `what` each fit, and together make no
-    sense."""
+    """Context manager: raise ConfigError if the values of `what` each fit, but contradict each
+    other."""
     try:
         yield
     except ConfigError:

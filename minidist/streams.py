@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 
 class LossyOutput(io.FileIO):
-    """stdout that never fails: after the first problem it drops what is printed, because printing
-    is not the work."""
+    """A stdout that never fails: after the first problem it drops the output, because printing is
+    not the work."""
 
     problem: OSError | None = None
 
     def write(self, data: object, /) -> int:
-        """Write, or drop."""
+        """Write the data, or drop it."""
         try:
             if self.problem is None:
                 return super().write(data)  # type: ignore[arg-type]
@@ -25,7 +25,8 @@ class LossyOutput(io.FileIO):
 
     @property
     def lost(self) -> str:
-        """Why output was lost, in a few words; empty if none was, or if its reader had enough."""
+        """The reason why output was lost, in a few words; empty if none was lost, or if its reader
+        closed the pipe."""
         return (
             ""
             if self.problem is None or self.problem.errno == errno.EPIPE
@@ -35,10 +36,10 @@ class LossyOutput(io.FileIO):
 
 @contextmanager
 def standard_output() -> Iterator[LossyOutput]:
-    """In the block sys.stdout is a LossyOutput, if it is this process's own.
+    """Context manager: inside, sys.stdout is a LossyOutput, if it is this process's own.
 
-    A closed stream becomes one that drops everything: otherwise the next file or socket would take
-    its number, and get what children print.
+    A closed stream becomes one that drops everything: otherwise the next file or socket would get
+    its number, and receive what children print.
     """
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

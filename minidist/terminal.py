@@ -16,7 +16,7 @@ class Console(rich.console.Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render as rich does, and escape what a text has of control characters."""
+        """Render as rich does, and escape control characters of texts."""
         for segment in super().render(renderable, options):
             yield (
                 segment
