@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan
 
 OUTER_OPTIMIZERS = ("sgd", "nesterov")
-"""What ranks that meet seldom make of the way that each has come (compress/outer.py)."""
+"""Outer optimizers of local steps (compress/outer.py)."""
 
 OUTER_SCHEMES = ("none", "fp16", "bf16", "8bit", "4bit")
 """How the way that each has come travels: schemes that know nothing of gradients, layers or the

@@ -236,7 +236,7 @@ def test_a_run_of_ddp_goes_on_with_local_steps(
             ["-n", "4", "--plan", "tp=2,dp=2", "--local-steps", "4"],
             "with tp=2: each rank trains a whole model by itself",
         ),
-        (["--fragments", "2"], "is for ranks that meet seldom; add local_steps=25"),
+        (["--fragments", "2"], "train alone between two sums; add local_steps=25"),
         (["--local-steps", "4", "--outer-compress", "3bit"], "choose one of none, fp16"),
         (["--local-steps", "4", "--outer", "adam"], "--outer"),
         (["--local-steps", "4", "--mix", "1"], "--mix"),
