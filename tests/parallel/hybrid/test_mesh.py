@@ -111,10 +111,10 @@ def trained(world: Any, nodes: tuple[int, ...], plan: dict[str, Any]) -> tuple[A
         ends = event.details
         if (
             event.kind == "message"
-            and ends["axis"] in AXES
+            and (axis := ends["axis"].split(",")[0]) in AXES  # replicas along dp and cp count as dp
             and nodes[ends["src"]] != nodes[ends["dst"]]
         ):
-            crossed[ends["axis"]] += ends["nbytes"]
+            crossed[axis] += ends["nbytes"]
 
     if nodes:
         world.ledger.subscribe(count)
