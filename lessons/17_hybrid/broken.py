@@ -93,7 +93,7 @@ def own_norm() -> None:
     """Each tensor rank clips by the norm of what it has."""
 
     def spoil(trainer: Any, world: Group) -> None:
-        trainer.strategy.squares = lambda: sum_of_squares(
+        trainer.strategy.squares = lambda batch: sum_of_squares(
             p.grad for p, _ in trainer.strategy.data_axis.updated()
         )
 
@@ -104,7 +104,7 @@ def norm_twice() -> None:
     """Every rank's squares added up: what several ranks hold whole counts several times."""
 
     def spoil(trainer: Any, world: Group) -> None:
-        def squares() -> float:
+        def squares(batch: Any) -> float:
             with world.ledger.control():
                 own = sum_of_squares(p.grad for p, _ in trainer.strategy.data_axis.updated())
                 return float(world.all_reduce(np.array([own]))[0])

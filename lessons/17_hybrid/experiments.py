@@ -171,8 +171,8 @@ def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
         return
     find = strategy.squares
 
-    def squares() -> float:
-        once = float(find())
+    def squares(*batch: Any) -> float:
+        once = float(find(*batch))
         own = sum_of_squares(p.grad for p in trainer.model.parameters())
         with trainer.world.ledger.control():
             total = float(trainer.world.all_reduce(np.array([own]))[0])

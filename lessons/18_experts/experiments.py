@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,17 +69,23 @@ class Run:
     rows: int
 
 
+class Divided(NamedTuple):
+    """A mixture whose experts are divided: its strategy, the experts' loads, and their ranks."""
+
+    strategy: Hybrid
+    load: ExpertLoad
+    ranks: Group
+
+
 def divided(
     group: Group, config: MixtureConfig, *, once_a_node: bool = True, **options: Any
-) -> tuple[Hybrid, ExpertLoad, Group]:
-    """What a Trainer under the plan ep=P has: a mixture whose experts are divided, trained; how
-    they are loaded; and their ranks."""
+) -> Divided:
+    """Return a mixture as a Trainer with the plan ep=P divides it."""
     model = mixture(GPT(CONFIG), config)
     mesh = Mesh(group, ep=group.size)
-    experts = mesh["ep"]
-    axis = ExpertParallel(model, experts, sharers=mesh.experts, once_a_node=once_a_node)
+    axis = ExpertParallel(model, mesh["ep"], sharers=mesh.experts, once_a_node=once_a_node)
     strategy = compose(model, mesh, Plan(ep=group.size), [axis], seed=SEED, **options)
-    return strategy, ExpertLoad(model, mesh.copies), experts
+    return Divided(strategy, ExpertLoad(model, mesh.copies), mesh["ep"])
 
 
 def train(
@@ -103,7 +109,9 @@ def train(
             return key(state["step"], part)
         return DropoutKey.of_sequences(SEED, state["step"], part.first, *part.inputs.shape)
 
-    strategy, load, own = divided(group, config, key=of_part)
+    trained = divided(group, config, key=of_part)
+    strategy = trained.strategy
+    load = trained.load
     if lopsided:
         tip(strategy.model)
     optimizer = AdamW(strategy.parameters, lr)
@@ -116,7 +124,7 @@ def train(
         losses.append(strategy.step(global_batch(step), optimizer))
         load.settle()
         loads.append(load.step.copy())
-        rows += int(load.routed.sum() - load.routed[:, own.rank].sum())
+        rows += int(load.routed.sum() - load.routed[:, trained.ranks.rank].sum())
     after = sent_by_verb(group)
     sent = {
         axis: {verb: count - before.get(axis, {}).get(verb, 0) for verb, count in verbs.items()}
@@ -170,8 +178,10 @@ def train_on_nodes(
     """Train on two texts, on ranks of which the second half count as another node."""
     nodes = group.nodes
     group.nodes = tuple(2 * rank // group.size for rank in range(group.size))
-    strategy, load, experts = divided(group, config, once_a_node=once_a_node)
-    here = experts.nodes
+    trained = divided(group, config, once_a_node=once_a_node)
+    strategy = trained.strategy
+    load = trained.load
+    here = trained.ranks.nodes
     group.nodes = nodes
     optimizer = AdamW(strategy.parameters, 0.005)
     losses = []

@@ -56,6 +56,7 @@ Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training o
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.model_axis import ModelAxis, Summand, add_up
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Batch, Key, Part, part_of
-from minidist.parallel.step.strategy import DataAxis, Strategy
+from minidist.parallel.step.strategy import DataAxis, PassLoop
 from minidist.parallel.tensor.tensor_parallel import TensorParallel
 from minidist.parallel.zero.shards import ShardStore
 
@@ -132,7 +133,7 @@ def plain_hybrid(
 # one norm of the model for clipping.
 
 
-class Hybrid(Strategy):
+class Hybrid(PassLoop):
     """This rank's part of a GPT that a mesh with more axes than dp trains (parallelize.py makes
     it).
 
@@ -181,7 +182,6 @@ class Hybrid(Strategy):
             pipeline.serve(data_axis, always=self.always)
         self.parameters = data_axis.parameters
         self.summands = self._summands()
-        self._batch: Batch  # of the step, which the ranks compare when they add up the norm
 
     @property
     def data_axis(self) -> DataAxis:
@@ -209,25 +209,12 @@ class Hybrid(Strategy):
         tp, cp and pp."""
         return part_of(batch, size=self.row_group.size, rank=self.row_group.rank)
 
-    def start_step(
-        self,
-        batch: Batch,
-        optimizer: Optimizer,
-        *,
-        lr: float | None = None,
-        clip: float | None = None,
-        accumulate: int = 1,
-    ) -> LateLoss:
-        """Make a step, as Strategy.start_step; in a pipeline each pass has microbatches."""
-        self._batch = batch
-        return super().start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate)
-
     def begin_step(self) -> None:
-        """Begin a step, as Strategy.begin_step."""
+        """Begin a step, as PassLoop.begin_step."""
         self.data_axis.begin_step()
 
     def run(self, part: Part, *, divisor: int, last: bool) -> Tensor | float | None:
-        """Run forward and backward of some rows, as Strategy.run; through the pipeline if there is
+        """Run forward and backward of some rows, as PassLoop.run; through the pipeline if there is
         one."""
         self.data_axis.begin_pass()
         if self.pipeline is not None:
@@ -253,12 +240,13 @@ class Hybrid(Strategy):
         lr: float | None,
         clip: float | None,
     ) -> LateLoss:
-        """Make the update, then return the loss, as Strategy.conclude. Ranks of tp compare their
+        """Make the update, then return the loss, as PassLoop.conclude. Ranks of tp compare their
         batches with the norm, and the others learn the result with the loss.
 
         Cost:    as DataAxis.conclude, and add_squares with `clip`.
         """
-        self.data_axis.update(optimizer, lr=lr, clip=clip, squares=self.squares)
+        squares = partial(self.squares, batch)
+        self.data_axis.update(optimizer, lr=lr, clip=clip, squares=squares)
         return LateLoss(add_losses(self.loss_group, share.wait(), batch, everyone=self.everyone))
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
@@ -274,11 +262,11 @@ class Hybrid(Strategy):
             positions=index_range(part.inputs.shape[TOKENS]),
         )
 
-    def squares(self) -> float:
+    def squares(self, batch: Batch) -> float:
         """Return the sum of the squares of the whole gradient; each number counts once. Cost: as
         add_squares."""
         counted = [piece for owner, piece in self.data_axis.updated() if self._counts(owner)]
-        return add_squares(self.norm_group, self.store.squares(counted), self._batch)
+        return add_squares(self.norm_group, self.store.squares(counted), batch)
 
     def _counts(self, owner: Parameter) -> bool:
         """Return whether this rank counts the gradient, or its piece of it, in the norm."""

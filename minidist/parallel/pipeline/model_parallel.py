@@ -91,7 +91,7 @@ class ModelParallel(StageModel):
         super().__init__(model, group, seed=seed, **options)
 
     def run(self, part: Part, *, divisor: int, last: bool = True) -> float:
-        """Run some rows forward and backward, as Strategy.run; the last rank returns all of the
+        """Run some rows forward and backward, as PassLoop.run; the last rank returns all of the
         loss except balance losses of mixtures."""
         work = StagePass(self, micro_parts(part, self.microbatches), divisor)
         for number in range(len(work.parts)):

@@ -39,7 +39,7 @@ from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Batch, Key, Part
-from minidist.parallel.step.strategy import DataAxis, Strategy
+from minidist.parallel.step.strategy import DataAxis, PassLoop
 
 
 class Stages:
@@ -177,7 +177,7 @@ def balanced_layers(
     return best[count][2]
 
 
-class StageModel(ModelAxis, Strategy):
+class StageModel(ModelAxis, PassLoop):
     """The stages of a GPT that this rank of a group has: rank r of p has stages r, r + p, … (or as
     `own_stages` says).
 
@@ -322,7 +322,7 @@ class StageModel(ModelAxis, Strategy):
     # makes the step, and add_up sums the ends
 
     def begin_step(self) -> None:
-        """Begin a step, as Strategy.begin_step."""
+        """Begin a step, as PassLoop.begin_step."""
         self.data.begin_step()
 
     def part_of(self, batch: Batch) -> Part:
@@ -331,15 +331,15 @@ class StageModel(ModelAxis, Strategy):
 
     @abstractmethod
     def run(self, part: Part, *, divisor: int, last: bool = True) -> float:
-        """Return this rank's share of the loss of some rows, as Strategy.run."""
+        """Return this rank's share of the loss of some rows, as PassLoop.run."""
 
+    @abstractmethod
     def evaluate(self, part: Part, *, divisor: int) -> float:
         """Return this rank's share of the loss, as `run`, but without gradients and dropout, for
         half the messages."""
-        raise NotImplementedError
 
     def finish_step(self) -> None:
-        """Finish the gradients, as Strategy.finish_step; a tied token table's are summed over both
+        """Finish the gradients, as PassLoop.finish_step; a tied token table's are summed over both
         ends."""
         self.data.finish_step()
         self.sum_ends()
@@ -361,7 +361,7 @@ class StageModel(ModelAxis, Strategy):
         lr: float | None,
         clip: float | None,
     ) -> LateLoss:
-        """Make the update and return the loss, as Strategy.conclude. Cost: an all-gather of a
+        """Make the update and return the loss, as PassLoop.conclude. Cost: an all-gather of a
         float64 per rank, under `control`; with `clip` a second."""
         with self.recorder.span("optimizer"):
             self.data.update(optimizer, lr=lr, clip=clip, squares=self._squares)

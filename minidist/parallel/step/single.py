@@ -116,7 +116,7 @@ class Single(DataAxis):
         lr: float | None,
         clip: float | None,
     ) -> LateLoss:
-        """Make the update and return the loss, as Strategy.conclude; on a GPU the host continues
+        """Make the update and return the loss, as PassLoop.conclude; on a GPU the host continues
         before the loss arrives."""
         self.update(optimizer, lr=lr, clip=clip)
         self._late = [late for late in self._late if not late.done()] + [share]

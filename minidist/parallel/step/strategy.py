@@ -1,16 +1,14 @@
 """One protocol: the interface of a strategy for a Trainer, and of the strategy of a data axis for
 chapter 17.
 
-The step is one loop (`start_step`) for one process, DDP, ZeRO, pipelines and all combinations of
-them; a chapter defines its parts:
+The step is one loop (`PassLoop.start_step`); a chapter defines its parts:
 
     begin_step         forget the gradients of the previous step
     run                forward and backward of some rows: for each pass of the rank's rows
     finish_step        sum the gradients that are not yet summed over ranks
     conclude           the loss of the whole batch, and the optimizer's step
 
-If a step has other parts, a strategy has its own `start_step`: servers, replicas in one process,
-local steps, and PipeDream.
+Servers, replicas in one process, local steps and PipeDream have a `start_step` of their own.
 
 A data axis (DDP, ZeRO, one process) runs a pass in three parts: begin_pass, forward, backward; the
 `last` backward sums over the ranks. Chapter 17 calls these parts itself, because its passes go
@@ -96,6 +94,7 @@ class Strategy(ABC):
         """
         return self.start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate).wait()
 
+    @abstractmethod
     def start_step(
         self,
         batch: Batch,
@@ -106,49 +105,6 @@ class Strategy(ABC):
         accumulate: int = 1,
     ) -> LateLoss:
         """Make a step, as `step`; on a GPU the loss may not have arrived yet."""
-        self.begin_step()
-        loss = LateLoss()  # this rank's share of it
-        for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
-            loss.add(self.run(part, divisor=targets_in(batch), last=number == accumulate))
-        self.finish_step()
-        return self.conclude(loss, batch, optimizer, lr=lr, clip=clip)
-
-    # -------------------------------------------------------------------------- the parts of a step
-
-    def begin_step(self) -> None:
-        """Forget the gradients of the previous step."""
-        raise NotImplementedError
-
-    def part_of(self, batch: Batch) -> Part:
-        """Return this rank's rows of a global batch; views, and perhaps none."""
-        raise NotImplementedError
-
-    def run(self, part: Part, *, divisor: int, last: bool) -> Tensor | float | None:
-        """Run forward and backward of some rows: add their gradients.
-
-        Args:    divisor: the targets of all ranks' rows; last: no other pass of the step follows.
-        Returns: this rank's share of the mean loss: the sum of its losses over `divisor`; None: zero.
-        """
-        raise NotImplementedError
-
-    def finish_step(self) -> None:
-        """Sum the gradients over the ranks after the last pass, if no pass has done it."""
-        raise NotImplementedError
-
-    def conclude(
-        self,
-        share: LateLoss,
-        batch: Batch,
-        optimizer: Optimizer,
-        *,
-        lr: float | None,
-        clip: float | None,
-    ) -> LateLoss:
-        """Make the optimizer's step. Args: share: of this rank; the others as `step`.
-
-        Returns: the sum of all ranks' shares, the same bits on every rank.
-        """
-        raise NotImplementedError
 
     # --------------------------------------------------------------------------------------- weights
 
@@ -224,7 +180,65 @@ class Strategy(ABC):
         check_equal_replicas(self.model.parameters(), group, when=when)
 
 
-class DataAxis(Strategy):
+class PassLoop(Strategy):
+    """A strategy whose step is the loop: passes over the rank's rows, then the update."""
+
+    def start_step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> LateLoss:
+        """Make a step, as Strategy.start_step."""
+        self.begin_step()
+        loss = LateLoss()  # this rank's share of it
+        for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
+            loss.add(self.run(part, divisor=targets_in(batch), last=number == accumulate))
+        self.finish_step()
+        return self.conclude(loss, batch, optimizer, lr=lr, clip=clip)
+
+    # -------------------------------------------------------------------------- the parts of a step
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Forget the gradients of the previous step."""
+
+    @abstractmethod
+    def part_of(self, batch: Batch) -> Part:
+        """Return this rank's rows of a global batch; views, and perhaps none."""
+
+    @abstractmethod
+    def run(self, part: Part, *, divisor: int, last: bool) -> Tensor | float | None:
+        """Run forward and backward of some rows: add their gradients.
+
+        Args:    divisor: the targets of all ranks' rows; last: no other pass of the step follows.
+        Returns: this rank's share of the mean loss: the sum of its losses over `divisor`; None: zero.
+        """
+
+    @abstractmethod
+    def finish_step(self) -> None:
+        """Sum the gradients over the ranks after the last pass, if no pass has done it."""
+
+    @abstractmethod
+    def conclude(
+        self,
+        share: LateLoss,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None,
+        clip: float | None,
+    ) -> LateLoss:
+        """Make the optimizer's step. Args: share: of this rank; the others as `step`.
+
+        Returns: the sum of all ranks' shares, the same bits on every rank.
+        """
+
+
+class DataAxis(PassLoop):
     """Ranks of a group that divide the rows of a batch and sum their gradients. Args: as DDP."""
 
     # True: a rank without a row runs too, as others gather with it
@@ -269,7 +283,7 @@ class DataAxis(Strategy):
         whether forward) of one pass."""
 
     def begin_step(self) -> None:
-        """Begin a step, as Strategy.begin_step."""
+        """Begin a step, as PassLoop.begin_step."""
         self._summed = False
         self.model.zero_grad()
         if self.scheme is not None:
@@ -312,7 +326,7 @@ class DataAxis(Strategy):
         """Compute the gradients that a backward of the segment has deferred."""
 
     def run(self, part: Part, *, divisor: int, last: bool) -> Tensor | None:
-        """Run forward and backward of some rows, as Strategy.run."""
+        """Run forward and backward of some rows, as PassLoop.run."""
         self.begin_pass()
         with self.recorder.span("forward", rows=len(part.inputs)):
             share = self.forward(part, divisor=divisor)
@@ -334,7 +348,7 @@ class DataAxis(Strategy):
         lr: float | None,
         clip: float | None,
     ) -> LateLoss:
-        """Make the update and return the loss, as Strategy.conclude. Cost: one all-gather of a
+        """Make the update and return the loss, as PassLoop.conclude. Cost: one all-gather of a
         record per rank, under `control`."""
         mine = share.wait()
         with self.recorder.span("loss", "communication", share=mine):

@@ -326,7 +326,7 @@ def dense_not_summed(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_of_own_experts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Hybrid, "squares", lambda self: self.data_axis.squares())
+    patch.setattr(Hybrid, "squares", lambda self, batch: self.data_axis.squares())
 
 
 BUGS: dict[Any, dict[str, Any]] = {

@@ -201,13 +201,13 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
     elif bug == "norm of one rank's experts":
         squares = Hybrid.squares
 
-        def narrow(self: Hybrid) -> float:
+        def narrow(self: Hybrid, batch: Any) -> float:
             owners = [owner for owner, _ in self.data_axis.updated()]
             groups = [owner.shared_by for owner in owners]
             for owner in owners:
                 owner.shared_by = None
             try:
-                return squares(self)
+                return squares(self, batch)
             finally:
                 for owner, group in zip(owners, groups, strict=True):
                     owner.shared_by = group
