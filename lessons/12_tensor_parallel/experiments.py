@@ -38,7 +38,7 @@ def cut_strategy(
     checkpoint: str = "none",
     axis: Any = TensorParallel,
 ) -> Strategy:
-    """What a Trainer under the plan tp=P has: this rank's part of a model, trained.
+    """Return the strategy that a Trainer with the plan tp=P makes for this rank's part of a model.
 
     Args:    checkpoint: the blocks to compute again; axis: the class that cuts the model.
     """

@@ -69,9 +69,10 @@ def global_batch(
 
 
 def strategy_for(group: Group, config: GPTConfig, name: str, change: Any = None) -> Any:
-    """What a Trainer with this plan has: a model cut so, trained; "one process" is not cut.
+    """Return the strategy that a Trainer makes for a model cut as `name` says.
 
-    Args:    change: is given the cut model before its weights are drawn.
+    Args:    name: a key of CUTS, or "one process". change: is given the cut model before its
+             weights are drawn.
     """
     model = GPT(config)
     if name == "one process":
@@ -87,7 +88,8 @@ def strategy_for(group: Group, config: GPTConfig, name: str, change: Any = None)
 
 
 def sent(group: Group, phase: str, verb: str | None = None) -> int:
-    """Bytes that this rank sent in a phase along the axes of its mesh, by a verb or by all."""
+    """Return the bytes that this rank sent in a phase along the axes of its mesh: by one verb, or
+    by all."""
     return sum(
         nbytes
         for axis, verbs in group.ledger.sent_bytes(phase).items()

@@ -1,4 +1,4 @@
-"""What lesson 20 and its figure run: a model trained with three stores, watched; a disk that takes
+"""The runs of lesson 20 and its figure: a model trained with three stores; a disk that takes
 its time."""
 
 import time

@@ -104,8 +104,8 @@ def test_a_rank_is_as_fast_as_alone_while_the_others_wait(ranks, cores):
 
 
 def test_the_command_lets_ranks_be_as_fast_as_alone(tmp_path, monkeypatch):
-    """As the plan's own simulation: a rate given by hand would price every kernel as with all cores
-    busy."""
+    """The command gives the same time as simulate(): rates passed by hand would price every kernel
+    with all cores busy."""
     from minidist.cli import main
 
     monkeypatch.setattr(Cluster, "parse", lambda _: here(4, "tcp", PROFILE, cores=2))

@@ -72,7 +72,7 @@ KINDS: dict[str, Callable[[str], Any] | None] = {
     "rate": positive_number,
     "fraction": fraction,
 }
-"""How the command line reads the value of an option of a Plan (PlanOption.kind)."""
+"""{PlanOption.kind: the function that reads the value of such an option}."""
 
 OF_PLAN = options_of(Plan)
 

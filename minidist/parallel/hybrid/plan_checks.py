@@ -132,7 +132,10 @@ def words(axes: Mapping[str, int]) -> str:
 
 
 class Need(NamedTuple):
-    """What an option of a plan needs: whether it is there, and what the error says if it is not."""
+    """A condition that an option of a plan needs.
+
+    Attributes: there: return whether a plan meets it; why: return the end of the error if not.
+    """
 
     there: Callable[["Plan"], bool]
     why: Callable[["Plan"], str]
@@ -184,7 +187,7 @@ NEEDS = {
         ),
     ),
 }
-"""What options of a plan need (PlanOption.needs)."""
+"""{PlanOption.needs: its condition}."""
 
 
 @cache

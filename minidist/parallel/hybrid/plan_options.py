@@ -1,4 +1,4 @@
-"""What each option of a Plan means, once: help(minidist.Plan) and the command line are made of it.
+"""The meaning of each option of a Plan, for help(minidist.Plan) and for the command line.
 
 zero: int = option(0, "divide among ranks: 1 the optimizer's state, …", choices=ZERO_STAGES)
 """
@@ -11,14 +11,14 @@ WIDTH = 100
 
 
 class PlanOption(NamedTuple):
-    """What one field of a Plan means.
+    """The meaning of one field of a Plan.
 
     Attributes: help: other options stand in braces: "{zero} 3" is "--zero 3" on the command line.
                 choices: the words that it takes, if it takes only some.
                 metavar: what stands for its value; kind: how the command line reads it (a key of
                 KINDS in cli/train/arguments.py; "": a word).
                 otherwise: the meaning of its default, where the default itself does not say it.
-                needs: what the plan must have beside it, a key of NEEDS in plan_checks.py; "":
+                needs: the condition under which it can be given, a key of NEEDS in plan_checks.py; "":
                 nothing.
     """
 
