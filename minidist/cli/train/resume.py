@@ -36,7 +36,7 @@ from minidist.launch.transports import THREADS
 from minidist.nn import GPTConfig
 from minidist.observe.step_log import STEP_LOG, read_step_log
 from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
-from minidist.parallel.hybrid.option_checks import OF_LOCAL_STEPS
+from minidist.parallel.hybrid.plan_checks import options_that_need
 from minidist.parallel.state.manifest import (
     checkpoints,
     read_manifest,
@@ -277,7 +277,11 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
         args.given = sorted(given)
     begins_alone = options.get("local_steps") is None and "local_steps" in given
     if wrong := sorted(
-        given - {*MAY_CHANGE, *(("local_steps", "lr", *OF_LOCAL_STEPS) if begins_alone else ())}
+        given
+        - {
+            *MAY_CHANGE,
+            *(("local_steps", "lr", *options_that_need("local steps")) if begins_alone else ()),
+        }
     ):
         was = options.get(wrong[0])
         was = "off" if was is False else "on" if was is True else "none" if was is None else was

@@ -17,17 +17,11 @@ OUTER_OPTIMIZERS = ("sgd", "nesterov")
 """Outer optimizers of local steps (compress/outer.py)."""
 
 OUTER_SCHEMES = ("none", "fp16", "bf16", "8bit", "4bit")
-"""How the way that each has come travels: schemes that know nothing of gradients, layers or the
-inner optimizer."""
+"""Compression schemes for the outer updates of local steps: those without state of a gradient, a
+layer or the inner optimizer."""
 
 OF_STREAMING: dict[str, Any] = {"fragments": 1, "delay": 0, "mix": 0.0, "outer_compress": "none"}
-OF_LOCAL_STEPS: dict[str, Any] = {
-    "outer": "nesterov",
-    "outer_lr": None,
-    "outer_momentum": None,
-    **OF_STREAMING,
-}
-"""Options of local steps alone, and what stands for none."""
+"""Options that synchronous local steps have and asynchronous ones do not, with their defaults."""
 
 
 def check_kept_inputs(plan: "Plan") -> None:
@@ -112,7 +106,6 @@ def check_compress(plan: "Plan") -> None:
 def check_local_steps(plan: "Plan") -> None:
     """Raise PlanError unless local steps and their options go together, and with the rest of the
     plan."""
-    given = [option for option, none in OF_LOCAL_STEPS.items() if getattr(plan, option) != none]
     if plan.local_steps is None:
         return
     if not isinstance(plan.local_steps, int) or plan.local_steps < 1:
@@ -120,7 +113,7 @@ def check_local_steps(plan: "Plan") -> None:
             f"plan local_steps={plan.local_steps!r}: ranks meet after a whole number of steps, "
             "from 1"
         )
-    _check_company(plan, given)
+    _check_company(plan)
     if (
         not isinstance(plan.fragments, int)
         or plan.fragments < 1
@@ -163,8 +156,6 @@ def check_change(plan: "Plan", other: "Plan") -> None:
 
 
 def _check_outer(plan: "Plan") -> None:
-    if plan.outer not in OUTER_OPTIMIZERS:
-        raise PlanError(f"plan outer={plan.outer!r}: choose one of {', '.join(OUTER_OPTIMIZERS)}")
     if plan.outer_lr is not None and not 0 < plan.outer_lr < float("inf"):
         raise PlanError(f"plan outer_lr={plan.outer_lr}: the outer rate is above 0")
     if plan.outer_momentum is not None and not 0 <= plan.outer_momentum < 1:
@@ -176,7 +167,7 @@ def _check_outer(plan: "Plan") -> None:
         )
 
 
-def _check_company(plan: "Plan", given: list[str]) -> None:
+def _check_company(plan: "Plan") -> None:
     """Raise PlanError unless local steps go together with the rest of the plan."""
     local = f"plan local_steps={plan.local_steps}"
     if plan.composed:
@@ -201,7 +192,7 @@ def _check_company(plan: "Plan", given: list[str]) -> None:
             f"{local} with strategy={plan.strategy}: use strategy=ddp, or parameter-server with "
             f"asynchronous, where each worker meets the servers by itself"
         )
-    alone = [option for option in given if option in OF_STREAMING]
+    alone = [option for option, none in OF_STREAMING.items() if getattr(plan, option) != none]
     if plan.asynchronous and alone:
         raise PlanError(
             f"{local} with asynchronous and {alone[0]}={getattr(plan, alone[0])}: a worker sends "

@@ -20,9 +20,8 @@ from minidist.parallel.hybrid.option_checks import (
     layer_numbers,
     updating_misfits,
 )
-from minidist.parallel.hybrid.plan_options import options_of
+from minidist.parallel.hybrid.plan_options import PlanOption, options_of
 from minidist.parallel.memory.activations import ALL, chosen
-from minidist.parallel.pipeline.schedules import ORDERS
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan
@@ -54,17 +53,6 @@ those numbers."""
 SERVER_DEVICES = ("same", "cpu", "cuda")
 SERVER_DTYPES = ("same", "float32", "float64")
 """Where parameter servers are, and in which dtype they update: as the workers, or otherwise."""
-
-CHOICES = {
-    "precision": PRECISIONS,
-    "offload": OFFLOADS,
-    "strategy": STRATEGIES,
-    "schedule": tuple(ORDERS),
-    "attention": ATTENTIONS,
-    "placement": PLACEMENTS,
-    "server_device": SERVER_DEVICES,
-    "server_dtype": SERVER_DTYPES,
-}
 
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
@@ -191,12 +179,17 @@ NEEDS = {
 
 
 @cache
-def _options_with_needs() -> list[tuple[str, Field[Any], str]]:
+def _options() -> dict[str, tuple[Field[Any], PlanOption]]:
+    """Return the options that have choices or need something."""
     from minidist.parallel.hybrid.plan import Plan
 
-    return [
-        (name, each, about.needs) for name, (each, about) in options_of(Plan).items() if about.needs
-    ]
+    found = options_of(Plan)
+    return {name: one for name, one in found.items() if one[1].choices or one[1].needs}
+
+
+def options_that_need(what: str) -> dict[str, Any]:
+    """Return the options of a plan that need `what` (a key of NEEDS), with their defaults."""
+    return {name: each.default for name, (each, about) in _options().items() if about.needs == what}
 
 
 def check(plan: "Plan") -> None:
@@ -213,17 +206,16 @@ def check(plan: "Plan") -> None:
         raise PlanError(
             f"plan accumulate={plan.accumulate!r}: a step has at least one backward pass"
         )
-    for option, choices in CHOICES.items():
-        if getattr(plan, option) not in choices:
-            raise PlanError(
-                f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}"
-            )
     axis_order(plan.order)
-    for name, each, needs in _options_with_needs():
+    for name, (each, about) in _options().items():
         value = getattr(plan, name)
-        if value != each.default and not NEEDS[needs].there(plan):
+        if about.choices and value not in about.choices:
+            raise PlanError(
+                f"plan {name}={value!r}: choose one of {', '.join(map(str, about.choices))}"
+            )
+        if about.needs and value != each.default and not NEEDS[about.needs].there(plan):
             given = name if value is True else f"{name}={value}"
-            raise PlanError(f"plan {given} with {NEEDS[needs].why(plan)}")
+            raise PlanError(f"plan {given} with {NEEDS[about.needs].why(plan)}")
     for part in (
         _check_zero,
         _check_algorithm,
@@ -239,10 +231,6 @@ def check(plan: "Plan") -> None:
 
 def _check_zero(plan: "Plan") -> None:
     """Raise PlanError unless the ZeRO stage and the number of ranks that share a copy fit."""
-    if plan.zero not in ZERO_STAGES:
-        raise PlanError(
-            f"plan zero={plan.zero!r}: choose a stage of {', '.join(map(str, ZERO_STAGES))}"
-        )
     if plan.shard is None:
         return
     fits = divisors(plan.copies)

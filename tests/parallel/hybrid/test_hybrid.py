@@ -202,7 +202,7 @@ def test_zero_through_the_trainer(stage: int) -> None:
 
     for before, loss in md.run(job, size=3):
         assert before == pytest.approx(loss, rel=1e-12)
-    with pytest.raises(PlanError, match="zero=4: choose a stage of 0, 1, 2, 3"):
+    with pytest.raises(PlanError, match="zero=4: choose one of 0, 1, 2, 3"):
         Plan(zero=4)
 
 

@@ -8,7 +8,7 @@ from training import tiny
 from minidist.errors import PlanError
 from minidist.nn import MixtureConfig
 from minidist.parallel.compress.outer import OUTERS
-from minidist.parallel.hybrid.option_checks import OF_LOCAL_STEPS, OUTER_OPTIMIZERS
+from minidist.parallel.hybrid.option_checks import OF_STREAMING, OUTER_OPTIMIZERS
 from minidist.parallel.hybrid.plan import Plan
 
 
@@ -84,7 +84,7 @@ def test_refuses_a_mixture() -> None:
 
 def test_options_are_fields_with_these_defaults() -> None:
     plan = Plan()
-    assert {option: getattr(plan, option) for option in OF_LOCAL_STEPS} == OF_LOCAL_STEPS
+    assert {option: getattr(plan, option) for option in OF_STREAMING} == OF_STREAMING
     assert tuple(OUTERS) == OUTER_OPTIMIZERS
 
 
