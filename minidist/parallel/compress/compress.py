@@ -111,15 +111,15 @@ def scheme_of(text: str) -> Scheme:
 
     Raises:  ConfigError for another name, option or value.
     """
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
     if name not in SCHEMES:
         raise ConfigError(
             f"compress {text!r}: there is no scheme {name!r}; choose one of {', '.join(SCHEMES)}"
         )
-    if name == "none" and rest:
+    if name == "none" and colon:
         raise ConfigError(f"compress {text!r}: none takes no options")
     make = SCHEMES[name]
-    return make(name, **_options(text, rest, make))
+    return make(name, **(_options(text, rest, make) if colon else {}))
 
 
 def _options(text: str, rest: str, make: Callable[..., Scheme]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _options(text: str, rest: str, make: Callable[..., Scheme]) -> dict[str, Any
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
     options: dict[str, Any] = {}
-    for pair in filter(None, rest.split(",")):
+    for pair in rest.split(","):
         option, equals, value = pair.partition("=")
         option = option.replace("-", "_")
         if option not in known or not equals:
@@ -138,6 +138,8 @@ def _options(text: str, rest: str, make: Callable[..., Scheme]) -> dict[str, Any
             raise ConfigError(
                 f"compress {text!r}: {pair!r} is no option=value; {text.partition(':')[0]} {takes}"
             )
+        if option in options:
+            raise ConfigError(f"compress {text!r}: option {option} stands there twice")
         options[option] = _value(text, option, value, known[option])
     return options
 

@@ -385,7 +385,7 @@ class Plan:
         text.
         """
         sizes: dict[str, Any] = {}
-        for pair in filter(None, (piece.strip() for piece in text.split(","))):
+        for pair in (piece.strip() for piece in text.split(",") if text.strip()):
             axis, equals, value = pair.partition("=")
             if axis not in AXES or not equals:
                 raise PlanError(

@@ -29,6 +29,9 @@ MISTAKES = [
     ("8bit:block=3", "block=3; a scale is for an even number from 2"),
     ("8bit:rounding=up", "compress 8bit: rounding='up'; choose one of nearest, stochastic"),
     ("fp16:feedback=maybe", "feedback='maybe'; write it yes or no"),
+    ("8bit:", "'' is no option=value"),
+    ("8bit:block=8,", "'' is no option=value"),
+    ("8bit:block=8,block=16", "option block stands there twice"),
     ("none:block=3", "compress 'none:block=3': none takes no options"),
 ]
 

@@ -55,6 +55,8 @@ def test_plan_parses_what_it_prints() -> None:
         ("dp", "AXIS=SIZE"),
         ("zp=2", "dp, pp, ep, cp, tp"),
         ("dp=2,dp=2", "twice"),
+        ("dp=1,,pp=1", "'' is not AXIS=SIZE"),
+        ("dp=2,", "'' is not AXIS=SIZE"),
         ("dp=²", "not a number of ranks"),
     ],
 )
