@@ -111,7 +111,7 @@ section kernels-products 540 100 "$basic matplotlib" "bench kernels: products an
 $(kernels products "matmul matmul_float8 attention")
 END
 section tests-bench 540 90 "$tested matplotlib" "pytest -m gpu: the benches themselves" <<END
-$(tests bench) {root}/tests/bench $filled
+$(tests bench) {root}/tests/benchmarks $filled
 END
 section memcheck 540 200 "$tested tool:compute-sanitizer" "NVIDIA's checker: memory of the kernels' tests, a sample" <<END
 compute-sanitizer --tool memcheck --error-exitcode 9 $(tests memcheck "$sampled") {root}/tests/kernels $shapes

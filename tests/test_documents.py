@@ -44,7 +44,7 @@ def test_every_path_exists(name: str) -> None:
     assert [path for path in named if "/" in path and not (ROOT / path).exists()] == []
     files = {
         path.name
-        for folder in ("minidist", "kernels", "lessons", "tests")
+        for folder in ("minidist", "benchmarks", "kernels", "lessons", "tests")
         for path in (ROOT / folder).rglob("*")
     }
     assert [path for path in named if "/" not in path and path not in files] == []

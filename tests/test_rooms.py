@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from imports import ROOT, Import, classes, imports, modules
 
+ELSEWHERE = (("lessons",), ("kernels",), ("benchmarks",), ("clusters",))
+"""Folders of tests that belong to no folder of minidist/."""
 FLOORS = [
     ["minidist.__main__"],
     ["minidist.cli"],
@@ -130,18 +132,18 @@ def test_contributing_lists_the_rooms_floor_by_floor() -> None:
     assert listed == floors
 
 
-@pytest.mark.parametrize("folder", ["minidist", "kernels"])
+@pytest.mark.parametrize("folder", ["minidist", "kernels", "benchmarks"])
 def test_a_test_is_found_by_the_path_of_its_module(folder: str) -> None:
     """A test file named after a module lies where the module does; others test a whole folder of
     that path."""
-    tests = ROOT / "tests" / ("kernels" if folder == "kernels" else "")
+    tests = ROOT / "tests" / ("" if folder == "minidist" else folder)
     folders = defaultdict(list)
     for path in (ROOT / folder).rglob("*.py"):
         folders[path.name].append(path.parent)
     assert len(folders) > 10
     for path in tests.rglob("test_*.py"):
         inside = path.relative_to(tests).parent
-        if inside.parts[:1] in (("lessons",), ("kernels",), ("benchmarks",), ("clusters",)):
+        if folder == "minidist" and inside.parts[:1] in ELSEWHERE:
             continue
         assert (ROOT / folder / inside).is_dir(), f"{path}: there is no folder {folder}/{inside}"
         name = path.name.removeprefix("test_")

@@ -117,7 +117,7 @@ def test_no_module_takes_a_name_of_linux_unasked() -> None:
     root = Path(minidist.__file__).parents[1]
     taken = taken_names()
     files = 0
-    for folder in ("minidist", "kernels", "lessons"):
+    for folder in ("minidist", "benchmarks", "kernels", "lessons"):
         for file in sorted((root / folder).rglob("*.py")):
             files = files + 1
             text = file.read_text(encoding="utf-8")

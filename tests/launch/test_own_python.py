@@ -207,7 +207,7 @@ def test_every_python_that_we_start_is_started_by_own_python():
     """`sys.executable` stands where a script of a user or of a lesson is started, and nowhere
     else."""
     found = set()
-    for room in ("minidist", "kernels", "lessons"):
+    for room in ("minidist", "benchmarks", "kernels", "lessons"):
         for file in (ROOT / room).rglob("*.py"):
             if "[sys.executable" in file.read_text() or ", sys.executable" in file.read_text():
                 found.add(file.relative_to(ROOT).as_posix())

@@ -31,7 +31,9 @@ def index() -> list[tuple[int, int, int, str, set[str]]]:
 def sources() -> list[Path]:
     """Every file that may cite the notes."""
     paths = [
-        path for name in ("minidist", "lessons", "kernels") for path in (ROOT / name).rglob("*")
+        path
+        for name in ("minidist", "benchmarks", "lessons", "kernels")
+        for path in (ROOT / name).rglob("*")
     ]
     return [
         path

@@ -10,6 +10,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 HOMES = {
     "minidist": ROOT / "minidist",
+    "minidist.bench": ROOT / "benchmarks",
     "minidist.kernels": ROOT / "kernels",
     "minidist.lessons": ROOT / "lessons",
 }
