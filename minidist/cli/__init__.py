@@ -23,6 +23,8 @@ from minidist.files import home
 from minidist.streams import standard_output
 
 COMMANDS = {
+    "demo": "a tour of two minutes: a ring drawn with its bytes, a killed rank named, DDP equal "
+    "to one process",
     "train": "train a model under a plan; runs under mpirun, srun, minidist launch, or alone "
     "with -n N",
     "launch": "start N processes here, or on several nodes, as torchrun does",
@@ -42,6 +44,13 @@ COMMANDS = {
     "check": "grade the exercise of a lesson",
     "doctor": "draw this machine, and show what it has, what is missing, and how to get it",
 }
+
+BEGIN = """
+where to begin:
+  minidist demo            two minutes: bytes on a ring, a killed rank, DDP equal to one process
+  minidist train -n 2      a minute: trains a GPT on two ranks, and shows what that cost
+  minidist lesson          the lessons; minidist lesson 03 prints one
+  minidist doctor          what this machine has"""
 
 MODULES = {"train": "minidist.cli.train.command", "bench": "minidist.bench.command"}
 """Commands that are not a file minidist/cli/COMMAND.py."""
@@ -95,6 +104,8 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
         understood = True
         if module is None:
             parser.print_help()
+            if not words:
+                print(BEGIN)
             return 0
         return int(module.run(args))
     except (ConfigError, KeyboardInterrupt, OSError, MemoryError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.cli.limits import add_limits
+from minidist.cli.train.fitting import FEWEST_STEPS, MOST_STEPS
 from minidist.cli.train.rate import add_rate
 from minidist.cli.train.values import (
     GivenFlag,
@@ -405,7 +406,15 @@ def _placed_experts(add: Add) -> None:
 
 
 def _training(add: Add) -> None:
-    add("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
+    add(
+        "--steps",
+        type=positive,
+        default=MOST_STEPS,
+        metavar="K",
+        help="optimizer steps (default: as many as fit into about a minute, from "
+        f"{FEWEST_STEPS} to {MOST_STEPS}; {MOST_STEPS} for a run that saves, is resumed or "
+        "elastic, makes local steps, or has a warm-up of its own)",
+    )
     add(
         "--seed",
         type=seed_number,

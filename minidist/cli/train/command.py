@@ -9,6 +9,7 @@ minidist train --resume RUN               # continues from the newest checkpoint
 
 import argparse
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -162,6 +163,7 @@ def _train_in_thread(world: Group, settings: Settings, threads: int, told: Told 
     """Run one rank of `--transport threads`, where all ranks are in this process (useful in a
     debugger)."""
     world.transport.limit = WAIT_LIMIT
+    settings = replace(settings, args=copy(settings.args))  # a rank may change its own
     return train(settings, world, threads, told)
 
 

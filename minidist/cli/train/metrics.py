@@ -108,7 +108,7 @@ def command_line(args: argparse.Namespace, size: int) -> str:
         **{
             name: value
             for name, value in vars(args).items()
-            if name in ("given", "resume") or usual.get(name) != value
+            if name in ("given", "resume", "steps") or usual.get(name) != value
         }
     )
     launcher = detect().launcher

@@ -24,6 +24,9 @@ class ProgressReport:
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         """Show step `number` (from 1) with its `loss`; `sent_bytes` of this rank so far."""
 
+    def expect(self, steps: int) -> None:
+        """Change the number of steps that the run will make."""
+
     def input(self) -> AbstractContextManager[None]:
         """Mark a block in which the training waits for its batch."""
         return nullcontext()
@@ -57,6 +60,9 @@ class Shown(ProgressReport):
             f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  "
             f"{size_text(sent_bytes)} sent a rank",
         )
+
+    def expect(self, steps: int) -> None:
+        self.steps = steps
 
     def line(self, text: str) -> None:
         self._steps_shown.keep(text)

@@ -72,15 +72,16 @@ def print_report(console: Console, metrics: Metrics, sample: str | None, folder:
 
 
 def _print_what_next(console: Console, metrics: Metrics, folder: Path) -> None:
-    """Print commands that write text, show the run, and continue it."""
+    """Print commands that show the run, write text, explain its strategy, and continue it."""
     saved = metrics["checkpoint"]
     quoted = shlex.quote(str(folder))
-    console.print(
-        f'write text:  minidist sample {quoted} --prompt "…"', markup=False, soft_wrap=True
-    )
-    console.print(
-        f"see it all:  minidist report {quoted}  (one HTML page)", markup=False, soft_wrap=True
-    )
+    lesson = lesson_of(metrics["plan"])
+    for line in (
+        f"see it all:  minidist report {quoted}  (one HTML page)",
+        f'write text:  minidist sample {quoted} --prompt "…"',
+        f"how it works:  minidist lesson {lesson}  (what moved in these steps, and why)",
+    ):
+        console.print(line, markup=False, soft_wrap=True)
     if saved is None:
         return
     if saved["folder"] is not None:
@@ -101,6 +102,24 @@ def _print_what_next(console: Console, metrics: Metrics, folder: Path) -> None:
     )
     if saved["goodput"] is not None:
         console.print(summary(saved["goodput"]), markup=False, soft_wrap=True)
+
+
+def lesson_of(plan: Metrics) -> str:
+    """Return the number of the lesson that explains what a plan does beyond one process."""
+    axes = [axis for axis in ("pp", "ep", "cp", "tp") if plan[axis] > 1]
+    if len(axes) > 1 or (axes and plan["dp"] > 1):
+        return "17"
+    if axes:
+        return {"pp": "11", "ep": "18", "cp": "13", "tp": "12"}[axes[0]]
+    if plan["strategy"] != "ddp":
+        return {"data-parallel": "05", "parameter-server": "06"}[plan["strategy"]]
+    if plan["offload"] != "none":
+        return "20"
+    if plan["zero"]:
+        return str(13 + plan["zero"])
+    if plan["local_steps"] is not None or plan["compress"] != "none":
+        return "21"
+    return "07" if plan["dp"] > 1 else "00"
 
 
 def _rule(console: Console, title: str) -> None:

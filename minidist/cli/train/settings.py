@@ -504,6 +504,10 @@ def as_arguments(args: argparse.Namespace) -> list[str]:
     for name, value in vars(args).items():
         if name in OF_THE_LAUNCHER or value is None or value is False or callable(value):
             continue
+        if name == "steps" and name not in getattr(
+            args, "given", ()
+        ):  # each rank chooses, as fitting.py says
+            continue
         if args.resume is not None and name not in (*args.given, *OF_AN_ELASTIC_JOB, "out"):
             continue
         option = "--" + name.replace("_", "-")

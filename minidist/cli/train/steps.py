@@ -1,10 +1,12 @@
 """The steps of `minidist train`: their losses, their times, and the saves after them."""
 
+import itertools
 import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from minidist.cli.train.fitting import MEASURED, choose_steps, chooses_steps
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.saving import Saver
 from minidist.cli.train.settings import Settings
@@ -64,6 +66,7 @@ def train_steps(
     course = begun(settings)
     args = settings.args
     ledger = trainer.world.ledger
+    choosing = chooses_steps(args)
     start_step = CapturedStep(trainer).start_step if args.graph else trainer.start_step
     tokens = args.batch * args.context
     last = 0.0
@@ -91,12 +94,17 @@ def train_steps(
         return course.step_seconds
 
     try:
-        for step in range(len(course.losses), args.steps):
+        for step in itertools.count(len(course.losses)):
+            if step == args.steps:
+                break
             with report.input():
                 batch = settings.training_batch(step)
             start = time.perf_counter()
             on_their_way.append((start_step(batch), start))
             read(leave=1)
+            if choosing and step + 1 == MEASURED:
+                read()
+                choose_steps(trainer, args, course.seconds, report)
             if step + 1 == args.steps:
                 read()
             if args.verify and step + 1 == min(STEPS, args.steps):

@@ -120,6 +120,9 @@ class Telemetry(ProgressReport):
     def input(self) -> AbstractContextManager[None]:
         return self.records.input()
 
+    def expect(self, steps: int) -> None:
+        self.report.expect(steps)
+
     def line(self, text: str) -> None:
         self.report.line(text)
 

@@ -47,6 +47,9 @@ class Watched(ProgressReport):
                 env=clean_environment(os.environ),
             )
 
+    def expect(self, steps: int) -> None:
+        self.rest.expect(steps)
+
     def line(self, text: str) -> None:
         if self._view is not None and self._view.poll() is None:
             with suppress(OSError):

@@ -1088,7 +1088,9 @@ def test_a_loss_is_waited_for_when_the_next_step_is_on_its_way(late: bool) -> No
         ),
     )
     settings: Any = SimpleNamespace(
-        args=SimpleNamespace(steps=3, batch=2, context=4, verify=False, graph=False),
+        args=SimpleNamespace(
+            steps=3, batch=2, context=4, verify=False, graph=False, given=["steps"]
+        ),
         resume=None,
         training_batch=lambda step: step,
     )
