@@ -14,6 +14,11 @@
     # the plans that fit on that cluster, the best first
     ranking = md.plan_for(config, "h100:128x8", batch=1024)
 
+    # a model and a loop of your own: modules of md.nn, functions of md.ops on md.Tensor
+    ddp = md.DDP(model, world)                         # also md.Zero1, md.Zero2, md.Zero3
+    loss = ddp.step(batch, md.optim.AdamW(ddp.parameters, lr=1e-3))
+    md.Pipeline                                        # stages over ranks, with a schedule
+
     md.errors                                          # every exception, in one tree
 
 `dir(minidist)` lists these names. All except `errors` load on first use: `import minidist` loads
@@ -59,17 +64,44 @@ from minidist import errors  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from minidist import nn, optim
+    from minidist.autograd import ops
+    from minidist.autograd.tensor import Tensor
     from minidist.comm.group import Group
     from minidist.launch import init, run
+    from minidist.parallel.data.ddp import DDP
     from minidist.parallel.hybrid.hybrid import Trainer
     from minidist.parallel.hybrid.mesh import Mesh
     from minidist.parallel.hybrid.plan import Plan
+    from minidist.parallel.pipeline.pipeline import Pipeline
+    from minidist.parallel.zero.zero1 import Zero1
+    from minidist.parallel.zero.zero2 import Zero2
+    from minidist.parallel.zero.zero3 import Zero3
 
     plan_for: Callable[..., Any]  # these two stand above this room
     simulate: Callable[..., Any]
 
 __version__ = "0.1.0"
-__all__ = ["Group", "Mesh", "Plan", "Trainer", "errors", "init", "plan_for", "run", "simulate"]
+__all__ = [
+    "DDP",
+    "Group",
+    "Mesh",
+    "Pipeline",
+    "Plan",
+    "Tensor",
+    "Trainer",
+    "Zero1",
+    "Zero2",
+    "Zero3",
+    "errors",
+    "init",
+    "nn",
+    "ops",
+    "optim",
+    "plan_for",
+    "run",
+    "simulate",
+]
 
 _HOMES = {
     "Group": "minidist.comm.group",
@@ -78,13 +110,22 @@ _HOMES = {
     "Mesh": "minidist.parallel.hybrid.mesh",
     "Plan": "minidist.parallel.hybrid.plan",
     "Trainer": "minidist.parallel.hybrid.hybrid",
+    "DDP": "minidist.parallel.data.ddp",
+    "Zero1": "minidist.parallel.zero.zero1",
+    "Zero2": "minidist.parallel.zero.zero2",
+    "Zero3": "minidist.parallel.zero.zero3",
+    "Pipeline": "minidist.parallel.pipeline.pipeline",
+    "Tensor": "minidist.autograd.tensor",
     "plan_for": "minidist.plan.ranking",
     "simulate": "minidist.simulate.simulate",
 }
+_MODULES = {"nn": "minidist.nn", "ops": "minidist.autograd.ops", "optim": "minidist.optim"}
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its home (PEP 562). Raises: AttributeError for any other name."""
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(

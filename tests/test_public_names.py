@@ -12,13 +12,22 @@ import pytest
 import minidist as md
 
 PUBLIC = [
+    "DDP",
     "Group",
     "Mesh",
+    "Pipeline",
     "Plan",
+    "Tensor",
     "Trainer",
+    "Zero1",
+    "Zero2",
+    "Zero3",
     "__version__",
     "errors",
     "init",
+    "nn",
+    "ops",
+    "optim",
     "plan_for",
     "run",
     "simulate",
@@ -55,11 +64,10 @@ def test_every_name_is_there(name: str) -> None:
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     with pytest.raises(
         AttributeError,
-        match="no attribute 'Tensor'; "
-        "it offers Group, Mesh, Plan, Trainer, errors, init, plan_for, run, "
-        "simulate",
+        match="no attribute 'Tensors'; it offers DDP, Group, Mesh, Pipeline, Plan, Tensor, Trainer, "
+        "Zero1, Zero2, Zero3, errors, init, nn, ops, optim, plan_for, run, simulate",
     ):
-        md.Tensor  # noqa: B018
+        md.Tensors  # noqa: B018
 
 
 def test_help_shows_the_public_names_and_no_machinery() -> None:

@@ -9,21 +9,5 @@ from minidist.autograd import ops
 from minidist.autograd.backward import backward
 from minidist.autograd.tensor import FUNCTIONS, Tensor
 
-FUNCTIONS |= {
-    name: getattr(ops, name)
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "power",
-        "matmul",
-        "getitem",
-        "reshape",
-        "transpose",
-        "sum",
-        "mean",
-    )
-}
+FUNCTIONS |= {name: getattr(ops, name) for name in ops.__all__}
 Tensor._backward = backward

@@ -33,13 +33,33 @@ __all__ = [
 ]
 
 FUNCTIONS: dict[str, Callable[..., "Tensor"]] = {}
-"""The ops behind `a + b`, `x[i]`, `x.sum()`, … by name. autograd/__init__ fills it, as ops are
-built on this module."""
+"""All ops by name: those behind `a + b`, `x[i]`, `x.sum()`, and the others. autograd/__init__ fills
+it, because ops are built on this module."""
+
+OTHER_NAMES = {
+    "T": "x.transpose()",
+    "view": "x.reshape(…)",
+    "flatten": "x.reshape(…)",
+    "unsqueeze": "x.reshape(…)",
+    "squeeze": "x.reshape(…)",
+    "permute": "x.transpose(…)",
+    "numpy": "x.data",
+    "cpu": "minidist.device.backend.to_host(x.data)",
+    "pow": "x ** power",
+    "mm": "x @ y",
+    "amax": "x.max(…)",
+}
+"""Methods of other libraries' tensors -> what to write here."""
 
 # takes a gradient; may return a replacement
 GradientHook: TypeAlias = Callable[[Array], Array | None]
 # takes the ids of the leaves a backward will reach
 Surveyed: TypeAlias = Callable[[Collection[int]], None]
+
+
+def _array_of(value: Any) -> Any:
+    """Return the array of a Tensor; anything else as it is."""
+    return value.data if isinstance(value, Tensor) else value
 
 
 def _operators(
@@ -226,6 +246,52 @@ class Tensor:
     def mean(self, dim: Any = None, *, keepdims: bool = False) -> "Tensor":
         """Mean over all dims, one, or several."""
         return FUNCTIONS["mean"](self, dim=dim, keepdims=keepdims)
+
+    def max(self, dim: Any = None, *, keepdims: bool = False) -> "Tensor":
+        """Maximum over all dims, one, or several; equal maxima share the gradient."""
+        return FUNCTIONS["max"](self, dim=dim, keepdims=keepdims)
+
+    def relu(self) -> "Tensor":
+        """max(x, 0), element by element."""
+        return FUNCTIONS["relu"](self)
+
+    def tanh(self) -> "Tensor":
+        """The hyperbolic tangent, element by element."""
+        return FUNCTIONS["tanh"](self)
+
+    def exp(self) -> "Tensor":
+        """e to the power x, element by element."""
+        return FUNCTIONS["exp"](self)
+
+    def log(self) -> "Tensor":
+        """The natural logarithm, element by element."""
+        return FUNCTIONS["log"](self)
+
+    def sqrt(self) -> "Tensor":
+        """The square root, element by element."""
+        return FUNCTIONS["sqrt"](self)
+
+    # Comparisons have no gradient, so they give arrays of bool: ops.where(x > 0, x, 0). `==` stays
+    # the identity of the object, because tensors are keys of sets and dictionaries.
+
+    def __lt__(self, other: Any) -> Array:
+        return self.data < _array_of(other)
+
+    def __le__(self, other: Any) -> Array:
+        return self.data <= _array_of(other)
+
+    def __gt__(self, other: Any) -> Array:
+        return self.data > _array_of(other)
+
+    def __ge__(self, other: Any) -> Array:
+        return self.data >= _array_of(other)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse a name that Tensor does not have. Raises: AttributeError, which names the op of
+        this name if there is one."""
+        instead = OTHER_NAMES.get(name, f"minidist.ops.{name}(x, …)" if name in FUNCTIONS else "")
+        hint = f"; write {instead}" if instead else ""
+        raise AttributeError(f"a Tensor has no {name!r}{hint}")
 
 
 class Parameter(Tensor):
