@@ -232,19 +232,19 @@ def split_cross_entropy(
     group: Group,
     divisor: float | None = None,
 ) -> tuple[Array, Saved]:
-    """Return the cross-entropy (as cross_entropy of loss.py) of logits whose rows are divided among
-    the ranks: no rank has a whole row.
+    """Return the cross-entropy (as cross_entropy of loss.py) of logits that are cut along the
+    vocabulary: each rank has some columns of every row.
 
-    Of log(s) + (m - t), a first all-reduce computes the maxima m, a second one s and the targets'
-    logits t together.
+    The loss of a token is log(s) + m - t: m is the row's maximum, s the sum of exp(logit - m), t
+    the target's logit. One all-reduce gives m; a second one gives s and t together.
     Args:    logits: (…, own), of the ids first, first + 1, …
              targets: (…), ids of the whole vocabulary, equal on all ranks; on the host their range
              is checked, on a GPU a target outside the vocabulary gives NaN.
     Returns: one number, the same bits on all ranks; float32 for low precision too.
     Raises:  DtypeError, ShapeError if targets do not fit.
-    Cost:    forward: an all-reduce of 3 numbers a token, instead of a gather of `vocabulary`
-             numbers. Backward: none, because the gradient on each rank is (softmax - one-hot) of
-             its own slice.
+    Cost:    forward: two all-reduces, of 1 and of 2 numbers per token, instead of a gather of
+             `vocabulary` numbers. Backward: none, because the gradient on each rank is
+             (softmax - one-hot) of its own slice.
     Source:  Shoeybi et al. 2019, section 3.
     """
     tokens = targets_in("split_cross_entropy", logits, targets, vocabulary).reshape(-1)

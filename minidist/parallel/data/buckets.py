@@ -92,6 +92,9 @@ class BucketOrder:
     """The order of reduction: it calls `start(index)` for each run of parameters once its gradients
     are final, strictly in order of the indices.
 
+    It runs each backward itself, because it must know in advance which parameters the backward
+    reaches.
+
     Args:    runs: of parameters; their hooks report when gradients are final.
              who: the strategy and rank; by: the method to call instead; both for errors.
              unused: as DDP's; a mistake is named before the rank's last backward of the step.

@@ -89,7 +89,7 @@ def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[
 
 
 class DDP(DataAxis):
-    """A replica of a model, kept equal to the others of its group. Its step is DataAxis's
+    """A replica of a model, kept equal to the others of its group. Its step is PassLoop.start_step
     (step/strategy.py).
 
     Args:    model: equal on all ranks; its gradients move into buckets. Frozen weights stay as they

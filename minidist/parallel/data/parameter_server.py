@@ -106,12 +106,12 @@ def plain_server(model: GPT, optimizer: Optimizer, group: Group, workers: int, s
 
 class ParameterServer(Strategy):
     """A worker or a server, by rank. All ranks of the group make one with equal arguments, and call
-    `step` in a loop.
+    `step` (Strategy's, which calls start_step below) in a loop.
 
     It has a step of its own, because a server has no forward and no backward. The order of its
     messages, for N workers and S servers:
 
-        worker   gradients    none: backward writes into the vectors that push sends
+        worker   gradients    no message: backward writes into the vectors that push sends
         worker   push         a vector to each server, for each dtype
         server   collect      the first worker's into the sum, each other's into a buffer, added
         server   clip         an all-gather of one float64 among the servers
@@ -228,7 +228,8 @@ class ParameterServer(Strategy):
         return total
 
     def _divisor(self, part: Part, batch: Batch) -> int:
-        """Return the divisor of the loss: the targets of all workers."""
+        """Return the divisor of the loss: the targets of all workers (asynchronous: of the worker's
+        own part)."""
         return targets_in(batch)
 
     # -------------------------------------------------------------------------------- push and pull

@@ -266,6 +266,7 @@ class Hybrid(PassLoop):
         """Return the sum of the squares of the whole gradient; each number counts once. Cost: as
         add_squares."""
         counted = [piece for owner, piece in self.data_axis.updated() if self._counts(owner)]
+        # store: with an offload it has the gradients; without one it only adds up their squares
         return add_squares(self.norm_group, self.store.squares(counted), batch)
 
     def _counts(self, owner: Parameter) -> bool:

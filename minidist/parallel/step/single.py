@@ -52,7 +52,7 @@ def plain_single(model: GPT, optimizer: Optimizer, batches: Iterable[Batch]) -> 
 
 
 class Single(DataAxis):
-    """The training step of one process. Its step is DataAxis's (step/strategy.py), without a sum.
+    """The training step of one process: PassLoop.start_step (step/strategy.py), without a sum.
 
     In chapter 17 it is the data axis of a replica that has no other.
 

@@ -239,7 +239,7 @@ class PassLoop(Strategy):
 
 
 class DataAxis(PassLoop):
-    """Ranks of a group that divide the rows of a batch and sum their gradients. Args: as DDP."""
+    """Ranks that divide a batch's rows and sum gradients; the step is PassLoop's. Args: as DDP."""
 
     # True: a rank without a row runs too, as others gather with it
     computes_without_rows: ClassVar[bool] = False

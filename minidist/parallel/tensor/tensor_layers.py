@@ -89,6 +89,7 @@ class ColumnLinear(Module):
         rank = region.group.rank
         chosen = columns or even_slices(linear.weight.shape[1], region.group.size)
         self.region = region if enter else None
+        # ops.linear, or what a precision put in its place
         self.product = linear.product
         shard = partial(WeightShard, rank=rank, sharers=sharers, word=word)
         self.weight = shard(linear.weight, [(slice(None), own) for own in chosen])
@@ -163,7 +164,7 @@ class RowLinear(Module):
 
 class SplitMLP(MLP):
     """An MLP whose hidden numbers are divided: columns of gate and up, rows of down. x enters once
-    for both."""
+    for both; then MLP.forward runs unchanged."""
 
     def __init__(self, mlp: MLP, region: TensorRegion) -> None:
         self.region = region

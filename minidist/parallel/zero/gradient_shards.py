@@ -70,9 +70,10 @@ class GradientShards:
         comes."""
         flat = self.flats[index]
         if index not in self._buffers:
-            # ZeRO-2's order; in ZeRO-3, start() keeps the bound
+            # For ZeRO-2, whose buckets fill in ascending order. Two earlier buckets still have
+            # buffers: one is in flight, one still fills (a bias may come after the weight behind
+            # it). Wait for the one in flight. ZeRO-3's order descends: start() keeps the bound.
             if sum(earlier < index for earlier in self._buffers) > 1:
-                # one flies and one still fills (a bias may come after the weight behind it)
                 self.take_sum()
             self.store.before_buffer()
             self._buffers[index] = empty_like(flat.parameters[0].data, flat.size, "gradients")
@@ -91,7 +92,7 @@ class GradientShards:
         # take_sum
         shard = self.store.device_sums(flat) if self._empty[index] else None
         self.recorder.announce(flat.group.axis, f"reduce_scatter {self.what} {index}")
-        pending = self.sharing.start_scatter(
+        pending = self.sharing.start_reduce_scatter(
             index, flat, buffer, buffer[flat.chunk] if shard is None else shard
         )
         self.take_sum()
@@ -107,13 +108,13 @@ class GradientShards:
         """All backwards of a step are over, and none was the `last`: sum the shards over the
         copies."""
         for index in range(len(self.flats)):
-            self._start_sum(index)
+            self._start_sum_of_copies(index)
         self.sharing.wait_for_copies()
 
-    def _start_sum(self, index: int) -> None:
+    def _start_sum_of_copies(self, index: int) -> None:
         shard = self.store.device_sums(self.flats[index])
         if shard is not None and self.sharing.has_copies(self.flats[index]):
-            self.sharing.start_sum(index, shard, f"{self.what} {index}")
+            self.sharing.start_sum_of_copies(index, shard, f"{self.what} {index}")
 
     def take_sum(self) -> None:
         """Wait for the run in flight, add its sum to the shard, and free its buffer."""
@@ -133,4 +134,4 @@ class GradientShards:
         for parameter in flat.parameters:
             parameter.bind_gradient(None)
         if self._last and self.sharing.copies > 1:
-            self._start_sum(index)
+            self._start_sum_of_copies(index)

@@ -2,8 +2,8 @@
 others' chunks.
 
 Gathering hides behind the next forward. A step ends when the updated chunks have set out; a read of
-a weight waits only for that weight. Forward takes weights in the order in which the model declares
-them, so they set out in that order:
+a weight waits only for that weight's bucket. Forward takes weights in the order in which the model
+declares them, so they set out in that order:
 
     compute         … optimizer | forward: layer 1 | layer 2  | layer 3  | backward …
     communication               | gather 1 | gather 2 | gather 3 |

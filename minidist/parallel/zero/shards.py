@@ -107,13 +107,13 @@ class HybridSharding:
             "all_reduce",
         )
 
-    def start_scatter(self, index: int, flat: Flat, gradients: Array, out: Array) -> Pending:
+    def start_reduce_scatter(self, index: int, flat: Flat, gradients: Array, out: Array) -> Pending:
         """Begin to sum a flat's gradients within this copy; `out`: this rank's chunk of the sum."""
         if not self.has_copies(flat):
             return self.scheme.start_reduce_scatter(index, gradients, out)
         return flat.group.start_reduce_scatter(gradients, out=out, algorithm=self.algorithm)
 
-    def start_sum(self, index: int, chunk: Array, what: str) -> None:
+    def start_sum_of_copies(self, index: int, chunk: Array, what: str) -> None:
         """Begin to sum the gradients of a flat's chunk, already summed within this copy, over all
         copies, in place.
 
@@ -164,8 +164,8 @@ class ShardStore:
             self._runs[flat] = StoredRun(name, weights)
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
-        """Make room for the sums of the chunk's gradients; `shard`: where on the device they arrive
-        by themselves."""
+        """Allocate the array for the sums of the chunk's gradients, or keep `shard`: an array on
+        the device in which the sums arrive."""
         if shard is None:
             weights = self._runs[flat].weights
             zeros = array_module(weights).zeros(flat.chunk_size, flat.dtype)
@@ -188,8 +188,8 @@ class ShardStore:
         return self._runs[flat].weights
 
     def device_sums(self, flat: Flat) -> Array | None:
-        """Return where on the device the sums of a run's gradients lie; None: they leave it,
-        through add."""
+        """Return the array on the device with the sums of a run's gradients; None: an offload keeps
+        the sums elsewhere, and `add` sends them there."""
         return self._runs[flat].gradients
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
@@ -263,7 +263,8 @@ class ShardStore:
 
 
 class ZeroAxis(DataAxis):
-    """A data axis whose ranks divide state: a rank updates its chunks.
+    """A data axis whose ranks divide state: a rank updates its chunks. Its step is
+    PassLoop.start_step (step/strategy.py).
 
     Args:    group: the ranks that share the batch; loss: of a part of the batch (default:
              `model.loss`).
@@ -312,7 +313,7 @@ class ZeroAxis(DataAxis):
         for index, flat in enumerate(self.flats):
             if self.sharing.has_copies(flat) and self.store.device_sums(flat) is None:
                 with self.store.gradients([flat]) as (shard,):
-                    self.sharing.start_sum(index, shard, f"stored run {index}")
+                    self.sharing.start_sum_of_copies(index, shard, f"stored run {index}")
                     self.sharing.wait_for_copies()
 
     def pieces(self) -> list[Piece]:

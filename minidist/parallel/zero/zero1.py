@@ -147,9 +147,9 @@ class Zero1(ShardedReplica):
         gradients = self.buckets[index].data
         flat = self.flats[index]
         self.recorder.announce(flat.group.axis, f"reduce_scatter bucket {index}")
-        self._pending.append(
-            (index, self.sharing.start_scatter(index, flat, gradients, gradients[flat.chunk]))
-        )
+        chunk = gradients[flat.chunk]
+        pending = self.sharing.start_reduce_scatter(index, flat, gradients, chunk)
+        self._pending.append((index, pending))
         self._take_sums(wait=False)
 
     def _take_sums(self, *, wait: bool) -> None:
@@ -162,7 +162,7 @@ class Zero1(ShardedReplica):
             if self.store.device_sums(flat) is None:
                 self.store.add(flat, gradients[flat.chunk], first=True)
             elif self.sharing.has_copies(flat):
-                self.sharing.start_sum(index, gradients[flat.chunk], f"bucket {index}")
+                self.sharing.start_sum_of_copies(index, gradients[flat.chunk], f"bucket {index}")
 
     def traffic(self, passes: int) -> list[Collective]:
         """A reduce-scatter and an all-gather a bucket, whatever the number of passes."""

@@ -86,17 +86,21 @@ def plain_zero2(
 
 # `Zero2` below reduces buckets, not parameters, while backward continues: two buckets of gradients
 # live, one that fills and one in flight. Several passes add up in the chunks. One step, with one
-# copy of the state:
+# copy of the state; PassLoop.start_step, DataAxis.run and DataAxis.conclude (step/strategy.py) call
+# the parts:
 #   begin_step   marks the shards empty; no message
 #   forward      the first read of a weight waits for its bucket's all-gather, which the previous
 #                update started: ParameterArrivals._arrive (replica.py)
-#   backward     a bucket's first gradient takes a buffer: GradientShards._lend
+#   backward     a bucket's first gradient takes a buffer: GradientShards._lend, called by
+#                Parameter.gradient_room
 #                its last one starts the reduce-scatter: BucketOrder._final (data/buckets.py),
-#                _start_reduce, GradientShards.start
+#                _start_reduce, GradientShards.start, HybridSharding.start_reduce_scatter,
+#                Scheme.start_reduce_scatter
 #                the sum goes into the shard, the buffer is freed: GradientShards.take_sum
 #   finish_step  nothing (several copies: chapter 16; offload: chapter 20)
-#   conclude     all-gathers the loss; with `clip` also the squares of the norm
-#   update       changes this rank's chunks, then starts an all-gather per bucket (replica.py)
+#   conclude     all-gathers the loss, then calls update
+#   update       with `clip` all-gathers the squares of the norm (ZeroAxis.squares); changes this
+#                rank's chunks; starts an all-gather per bucket (ShardedReplica.update, replica.py)
 #
 # The stages of a pipeline, each of which goes backward by itself, are for chapter 17
 # (staged_zero2.py).
@@ -138,6 +142,7 @@ class Zero2(ShardedReplica):
         Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
         """
         self.gradients.begin(last=last)
+        # every pass reduces, not only the last; with `defer` backward_weights reduces
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
             deferred = self._bucket_order.backward(
                 self.precision, share, dy, defer=defer, more_to_come=defer

@@ -13,8 +13,8 @@ both freed. Meanwhile the next one's weights are on their way:
 What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
 
                  DDP     ZeRO-2        ZeRO-3, each rank
-    parameters   4Ψ      4Ψ            4Ψ/P, and the unit at work, and as much as `ahead` of the
-                                       largest before its turn
+    parameters   4Ψ      4Ψ            4Ψ/P, and the unit at work and those gathered early: together
+                                       at most (1 + ahead) × the largest unit
     gradients    4Ψ      4Ψ/P          4Ψ/P, and for a while two units: one fills, one is in flight
     optimizer    8Ψ      8Ψ/P          8Ψ/P
     together     16Ψ     4Ψ + 12Ψ/P    16Ψ/P: the only stage that stores nothing twice
@@ -124,7 +124,8 @@ def plain_zero3(
 # `Zero3` below adds prefetch: the next unit's weights travel while this one computes, and so do
 # gradients; a GatherOrder (fsdp_units.py) knows which unit is next. It also takes parameters outside
 # any unit (the root), weights drawn chunk by chunk, several passes, low precision. One step, with
-# one copy of the state; the numbers are those of PlainUnit:
+# one copy of the state; PassLoop.start_step, DataAxis.run and DataAxis.conclude (step/strategy.py)
+# call the parts; the numbers are those of PlainUnit:
 #   begin_step      marks the shards empty; no message
 #   begin_pass      all-gathers the root (empty unless the model is tied), unless it is there
 #   forward 1       start this unit's all-gather unless prefetch did; start the next units'; wait for
@@ -132,11 +133,14 @@ def plain_zero3(
 #   forward 3       free it: _after_forward
 #   backward 1      as forward 1, in reverse order: _before_backward; autograd reads p.data again
 #                   (tape.py)
-#   backward 2      a unit's first gradient takes a buffer: GradientShards._lend
+#   backward 2      a unit's first gradient takes a buffer: GradientShards._lend, called by
+#                   Parameter.gradient_room
 #   backward 3, 4   free the weights; start the reduce-scatter, then wait for the previous one and
 #                   free its buffer: _after_backward, GradientShards.start
 #   _reduce_rest    the root, and what backward did not reach; wait for the last sum
-#   update          free the root, change this rank's chunks; no all-gather
+#   conclude        as ZeRO-2's: all-gathers the loss, then calls update
+#   update          free the root; with `clip` all-gather the squares of the norm; change this
+#                   rank's chunks; no all-gather of weights
 #
 # The stages of a pipeline, each of which goes backward by itself, are for chapter 17
 # (staged_zero3.py).

@@ -416,7 +416,7 @@ def summed(finish: Any) -> Any:
         for index, flat in enumerate(self.flats):
             if self.sharing.has_copies(flat):
                 with self.store.gradients([flat]) as (shard,):
-                    self.sharing.start_sum(index, shard, "too early")
+                    self.sharing.start_sum_of_copies(index, shard, "too early")
                     self.sharing.wait_for_copies()
 
     return each

@@ -89,7 +89,9 @@ def test_equals_one_process_after_twenty_steps(stage: int, transport: str) -> No
 )
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "copies are forgotten":
-        monkeypatch.setattr(HybridSharding, "start_sum", lambda self, index, chunk, what: None)
+        monkeypatch.setattr(
+            HybridSharding, "start_sum_of_copies", lambda self, index, chunk, what: None
+        )
     elif bug == "every pass is summed":
         monkeypatch.setattr(GradientShards, "begin", lambda self, last: None)
     else:
