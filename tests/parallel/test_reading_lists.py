@@ -30,13 +30,14 @@ LARGER = {
     "hybrid.parallelize": (77, 17_000),
     "hybrid.mesh": (25, 5440),
     "memory.offload_disk": (8, 1430),
+    "pipeline.pipedream": (7, 1480),
     "compress.compress": (14, 2560),
     "state.checkpoint": (9, 2460),
 }
 """20 % above what is measured: the chapter that composes all others (81, 33 and 21 files; the list
 of all chapters' classes reaches 64), the disk half of chapter 20, the registry of chapter 21, which
-imports every scheme (12 files, 2,130 lines), and checkpoints of any strategy (7 files, 2,045
-lines)."""
+imports every scheme (12 files, 2,130 lines), checkpoints of any strategy (7 files, 2,045 lines), and
+PipeDream, which is a Pipeline (6 files, 1,233 lines)."""
 
 TODAY: dict[str, tuple[int, int]] = {}
 """Those that are above the bound as yet, and by how much: numbers here may only fall, and rows only
@@ -79,11 +80,11 @@ def test_the_pipeline_with_what_is_read_beside_it() -> None:
 
 
 def test_step_is_no_cupboard() -> None:
-    """What all chapters share and the table leaves out: at most 10 files, and as many lines as a
-    chapter."""
+    """What all chapters share and the table leaves out: 20 % above what is measured (8 files, 1,190
+    lines)."""
     found = [module for module in modules() if module.startswith(f"{STEP}.")]
     assert len(found) <= 10
-    assert sum(map(lines, found)) <= LINES
+    assert sum(map(lines, found)) <= 1430
 
 
 def test_no_string_hides_a_module_from_the_table() -> None:

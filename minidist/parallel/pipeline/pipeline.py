@@ -49,7 +49,7 @@ from minidist.autograd.tensor import Tensor, no_grad, tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import ScheduleError
-from minidist.nn import GPT
+from minidist.nn import GPT, Module
 from minidist.parallel.pipeline.executor import Executor
 from minidist.parallel.pipeline.instructions import BackwardWeights, Forward, Schedule
 from minidist.parallel.pipeline.stages import StageModel, StagePass
@@ -97,7 +97,13 @@ class Pipeline(StageModel):
     own_updates = False  # whether each backward ends in an update (pipedream.py)
 
     def __init__(
-        self, model: GPT, group: Group, schedule: Schedule, *, seed: int | None, **options: Any
+        self,
+        model: GPT | Sequence[Module],
+        group: Group,
+        schedule: Schedule,
+        *,
+        seed: int | None,
+        **options: Any,
     ) -> None:
         if schedule.updates and not self.own_updates:
             raise ScheduleError(

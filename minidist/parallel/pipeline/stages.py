@@ -31,6 +31,7 @@ from minidist.nn.layers import DropoutKey
 from minidist.nn.weight_shard import assemble
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.pipeline.instructions import Instruction, RecvActivation, Schedule
+from minidist.parallel.pipeline.own_stages import OwnStages
 from minidist.parallel.step.flat import sum_in_order
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.model_axis import ModelAxis
@@ -69,6 +70,9 @@ class Stages:
                 "the last, which have the embedding and the output, may do without"
             )
         edges = [0, *accumulate(layers)]
+        self.config = model.config
+        self.tied = model.config.tied
+        self.counts = layers
         self.last = len(layers) - 1
         self.layers = {stage: range(edges[stage], edges[stage + 1]) for stage in own}
         cut: Any = model  # the same object, cut in place
@@ -92,7 +96,37 @@ class Stages:
     def between(self, rows: int, length: int) -> tuple[int, int, int]:
         """Return the shape of an activation sent between stages, for `rows` sequences of `length`
         tokens."""
-        return rows, length, self.model.config.width
+        return rows, length, self.config.width
+
+    def room(self, inputs: Array) -> Array:
+        """Return a new array for the activation between stages of some token ids (B, T)."""
+        device = backend.device_of(next(self.model.parameters()).data)
+        shape = self.between(*inputs.shape)
+        return backend.empty(shape, backend.dtype(self.config.dtype), device)
+
+    def modules_of(self, stage: int) -> list[Module]:
+        """Return the modules that a stage calls, in order; a tied table at either end is first."""
+        model = self.model
+        last = stage == self.last
+        first = [model.tokens] if stage == 0 or (last and self.config.tied) else []
+        first += [model.positions] if stage == 0 else []
+        blocks = [model.blocks[layer] for layer in self.layers[stage]]
+        return [
+            module
+            for module in (*first, *blocks, *([model.norm, model.head] if last else []))
+            if module is not None
+        ]
+
+    @property
+    def table(self) -> Parameter | None:
+        """Return a tied token table, which both ends of the model have; None without one."""
+        ends = 0 in self.layers or self.last in self.layers
+        return self.model.tokens.weight if self.config.tied and ends else None
+
+    def shapes(self, own: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights of some stages, by the names of the whole model."""
+        part = Stages(GPT(self.config), self.counts, own)
+        return {name: weight.shape for name, weight in part.model.named_parameters()}
 
     def forward(
         self,
@@ -184,8 +218,9 @@ class StageModel(ModelAxis, PassLoop):
     Its gradients and its update are those of a data axis: the axis of one process, unless it
     `serves` another.
 
-    Args:    as Stages. seed: of the weights; None: the caller draws them. stages: in all (default:
-             one per rank).
+    Args:    model: a GPT, cut in place; or a list of modules, one for each stage (own_stages.py).
+             seed: of the weights; None: the caller draws them. stages: in all (default: one per
+             rank).
              layers: of each stage (default: as even as possible); key: for dropout; precision: of
              weights and update; cuts: makes Stages of the model; tp: the ranks that divide the
              layers.
@@ -200,7 +235,7 @@ class StageModel(ModelAxis, PassLoop):
 
     def __init__(
         self,
-        model: GPT,
+        model: GPT | Sequence[Module],
         group: Group,
         *,
         seed: int | None,
@@ -214,23 +249,25 @@ class StageModel(ModelAxis, PassLoop):
         tp: Group | None = None,
         alone: bool = True,
     ) -> None:
-        self.config = model.config
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
         self.key: Key = key or (lambda part: None)
         self.tp = tp
-        self.cuts = cuts
-        self.layers = list(
-            layers or balanced_layers([1.0] * self.config.layers, stages or group.size)
-        )
         self.group = group
-        self.stages = self.cut(model, group.rank)
+        self.stages: Stages | OwnStages
+        if isinstance(model, GPT):
+            count = model.config.layers
+            self.layers = list(layers or balanced_layers([1.0] * count, stages or group.size))
+            self.stages = cuts(model, self.layers, self.own_stages(group.rank))
+        else:
+            self.layers = [1] * len(model)
+            self.stages = OwnStages(model, self.own_stages(group.rank), of=stages or group.size)
         ModelAxis.__init__(self, self.stages.model, group)
         if seed is not None:
             self.model.initialize(seed, device=device)
         self.first, self.last = 0 in self.stages.layers, self.stages.last in self.stages.layers
         self.ends = None
-        if self.config.tied and self.stages.last not in self.own_stages(0):
+        if self.stages.tied and self.stages.last not in self.own_stages(0):
             self.ends = group.split(0 if self.first or self.last else None, axis=group.axis)
         if alone:
             self.serve(Single(self.model, precision=self.precision))
@@ -247,34 +284,22 @@ class StageModel(ModelAxis, PassLoop):
         self.always = always or data.reduces_each_pass
         self.weights = [owner for owner, _ in data.updated()]
         self.parameters = data.parameters
-        data.set_segments([self.modules_of(stage) for stage in self.stages.layers], self.order())
+        data.set_segments(
+            [self.stages.modules_of(stage) for stage in self.stages.layers], self.order()
+        )
 
     def order(self) -> list[tuple[int, bool]]:
         """Return the order of this rank's computes in a pass: (segment, whether forward)."""
         return [(0, True), (0, False)]
 
-    def modules_of(self, stage: int) -> list[Module]:
-        """Return the modules that a stage calls, in order; a tied table at either end is first."""
-        model = self.stages.model
-        last = stage == self.stages.last
-        first = [model.tokens] if stage == 0 or (last and self.config.tied) else []
-        first += [model.positions] if stage == 0 else []
-        blocks = [model.blocks[layer] for layer in self.stages.layers[stage]]
-        return [
-            module
-            for module in (*first, *blocks, *([model.norm, model.head] if last else []))
-            if module is not None
-        ]
-
     def weights_of(self, stage: int) -> list[Parameter]:
         """Return the parameters of a stage that learn."""
         return [
-            p for module in self.modules_of(stage) for p in module.parameters() if p.requires_grad
+            p
+            for module in self.stages.modules_of(stage)
+            for p in module.parameters()
+            if p.requires_grad
         ]
-
-    def cut(self, model: GPT, rank: int) -> Stages:
-        """Cut `model`, in place, to the stages of a rank."""
-        return self.cuts(model, self.layers, self.own_stages(rank))
 
     def own_stages(self, rank: int) -> Sequence[int]:
         """Return the numbers of the stages of a rank, in order."""
@@ -284,8 +309,7 @@ class StageModel(ModelAxis, PassLoop):
 
     def has_table(self, parameter: Parameter) -> bool:
         """Return whether `parameter` is a tied token table that other stages have, too."""
-        ends = self.config.tied and (self.first or self.last)
-        return ends and parameter is self.model.tokens.weight
+        return parameter is self.stages.table
 
     def sums_over(self, parameter: Parameter) -> Group | None:
         """Return both ends for a tied token table: one has the embedding's gradient, the other the
@@ -300,7 +324,7 @@ class StageModel(ModelAxis, PassLoop):
     def check_shared(self, *, when: str) -> None:
         """Compare a tied token table at both ends. Raises: MismatchError."""
         if self.ends is not None:
-            check_equal_replicas([self.model.tokens.weight], self.ends, when=when)
+            check_equal_replicas(filter(None, [self.stages.table]), self.ends, when=when)
 
     def go_back(
         self, stage: int, y: Tensor, dy: Array | None, *, whole: bool = True
@@ -348,7 +372,8 @@ class StageModel(ModelAxis, PassLoop):
         """Sum the two gradients of a tied token table, the embedding's and the output's: an
         all-reduce of both ends."""
         if self.ends is not None:
-            table = self.model.tokens.weight
+            table = self.stages.table
+            assert table is not None, "both ends have it"
             with self.recorder.span("wait for the other end's table"):
                 self.ends.all_reduce(table.grad, op="sum", out=table.grad, algorithm="ring")
 
@@ -385,10 +410,11 @@ class StageModel(ModelAxis, PassLoop):
         whole = {}
         start = 0
         for rank in range(self.group.size):
-            for name, weight in self.cut(GPT(self.config), rank).model.named_parameters():
-                whole[name] = joined[start : start + weight.size].reshape(weight.shape).copy()
-                start += weight.size
-        return {name: whole[name] for name, _ in GPT(self.config).named_parameters()}
+            for name, shape in self.stages.shapes(self.own_stages(rank)).items():
+                stop = start + math.prod(shape)
+                whole[name] = joined[start:stop].reshape(shape).copy()
+                start = stop
+        return {name: whole[name] for name in self.stages.shapes(range(len(self.layers)))}
 
 
 class StagePass:
@@ -407,15 +433,12 @@ class StagePass:
     def skips(self, microbatch: int) -> bool:
         return not self.pipeline.always and not len(self.parts[microbatch].inputs)
 
-    def room(self, receive: Instruction) -> Array:
-        """Return a new array for a message; activations are counted as activations, because they
-        are kept for backward."""
-        shape = self.stages.between(*self.parts[receive.microbatch].inputs.shape)
+    def room(self, receive: Instruction) -> Array | None:
+        """Return a new array for a message, None if its shape is not known; activations are counted
+        as activations, because they are kept for backward."""
+        array = self.stages.room(self.parts[receive.microbatch].inputs)
         category = "activations" if isinstance(receive, RecvActivation) else "communication"
-        device = backend.device_of(next(self.stages.model.parameters()).data)
-        return account.current().hold(
-            backend.empty(shape, backend.dtype(self.pipeline.config.dtype), device), category
-        )
+        return None if array is None else account.current().hold(array, category)
 
     def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
         """Compute a stage's forward; only the shape of its output is kept."""

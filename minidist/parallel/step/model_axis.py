@@ -21,7 +21,6 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import array_module
 from minidist.errors import GradientError
-from minidist.nn import GPT
 from minidist.parallel.step.flat import Piece
 
 
@@ -33,7 +32,7 @@ class ModelAxis:
 
     model: Any  # a GPT, or what is left of it
 
-    def __init__(self, model: GPT, group: Group) -> None:
+    def __init__(self, model: Any, group: Group) -> None:
         self.model = model
         self.group = group
 
