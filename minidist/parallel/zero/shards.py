@@ -58,8 +58,10 @@ class HybridSharding:
              of them).
              algorithm: of the all-reduce between copies; scheme: how gradients travel, several
              copies': between them.
-    Attributes: shard_group: the ranks that share this rank's copy; copies: how many there are.
-             replica_group: those that hold this rank's shard, one a copy; None where there is one.
+    Attributes: shard_group: the ranks that share this rank's copy of the state. state_copies: the
+                number of copies; 1 by default, while the weights have a copy on each rank.
+                replica_group: the ranks that hold this rank's shard, one per copy; None if there
+                is one copy.
     Raises:  ConfigError if `shard` does not divide the group.
     """
 
@@ -79,11 +81,11 @@ class HybridSharding:
                 f"one of {', '.join(map(str, divisors(group.size)))}"
             )
         self.group = group
-        self.copies = group.size // size
+        self.state_copies = group.size // size
         self.algorithm = algorithm
         self.recorder = recorder
         self.scheme = scheme or Scheme(algorithm)
-        one = self.copies == 1
+        one = self.state_copies == 1
         self.shard_group = (
             group if one else group.split(group.rank // size, axis=f"{group.axis}.shard")
         )
@@ -92,14 +94,14 @@ class HybridSharding:
         )
         self._pending: list[Pending] = []
 
-    def has_copies(self, flat: Flat) -> bool:
+    def has_state_copies(self, flat: Flat) -> bool:
         """Return whether several copies hold the flat."""
-        return self.copies > 1 and flat.group is self.shard_group
+        return self.state_copies > 1 and flat.group is self.shard_group
 
     def gradient_run(self, flat: Flat, chunk: slice | None = None) -> GradientRun:
         """Return what the scheme sums: all of a flat; with copies a chunk (default: this rank's)
         over them."""
-        if self.replica_group is None or not self.has_copies(flat):
+        if self.replica_group is None or not self.has_state_copies(flat):
             return GradientRun.whole(flat.parameters, flat.group, "reduce_scatter")
         return GradientRun(
             tuple((p, part) for p, _, part in flat.chunk_spans(chunk)),
@@ -109,7 +111,7 @@ class HybridSharding:
 
     def start_scatter(self, index: int, flat: Flat, gradients: Array, out: Array) -> Pending:
         """Begin to sum a flat's gradients within this copy; `out`: this rank's chunk of the sum."""
-        if not self.has_copies(flat):
+        if not self.has_state_copies(flat):
             return self.scheme.start_reduce_scatter(index, gradients, out)
         return flat.group.start_reduce_scatter(gradients, out=out, algorithm=self.algorithm)
 
@@ -123,8 +125,8 @@ class HybridSharding:
             self.recorder.announce(self.replica_group.axis, f"all_reduce {what}")
             self._pending.append(self.scheme.start_all_reduce(index, chunk))
 
-    def wait_for_copies(self) -> None:
-        """Wait for the sums over the copies."""
+    def wait_for_sums(self) -> None:
+        """Wait for the sums over the copies of the state."""
         for pending in self._pending:
             pending.wait()
         self._pending = []
@@ -156,8 +158,10 @@ class ShardStore:
         self._runs: dict[Flat, StoredRun] = {}
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
-        """Keep this rank's chunk of a run's weights, (chunk_size,) on the device. Args: name: of
-        the run, for errors and spans; once it is kept, a name of later weights is not used."""
+        """Keep this rank's chunk of a run's weights, (chunk_size,) on the device.
+
+        Args:    name: of the run, for errors and spans; ignored if the run is kept already.
+        """
         if flat in self._runs:
             self._runs[flat].weights = weights
         else:
@@ -274,7 +278,9 @@ class ZeroAxis(DataAxis):
              dtype for all); recorder: is told what runs.
              scheme: how gradients travel (default: as they are; chapter 21). Weights always travel
              as they are.
-    Attributes: parameters: what the optimizer is made of: this rank's pieces; sharing; store.
+    Attributes: parameters: what the optimizer is made of: this rank's pieces; store.
+                sharing: the ranks that share this rank's copy of the state, and the sums of
+                gradients over them (HybridSharding).
                 flats: the runs of parameters that learn; stored: all that are divided.
     """
 
@@ -307,13 +313,13 @@ class ZeroAxis(DataAxis):
     def sum_stored(self) -> None:
         """Sum the shards whose gradients have left the device over the copies, one after
         another."""
-        if self.sharing.copies == 1:
+        if self.sharing.state_copies == 1:
             return
         for index, flat in enumerate(self.flats):
-            if self.sharing.has_copies(flat) and self.store.device_sums(flat) is None:
+            if self.sharing.has_state_copies(flat) and self.store.device_sums(flat) is None:
                 with self.store.gradients([flat]) as (shard,):
                     self.sharing.start_sum(index, shard, f"stored run {index}")
-                    self.sharing.wait_for_copies()
+                    self.sharing.wait_for_sums()
 
     def pieces(self) -> list[Piece]:
         """This rank's piece of each parameter that learns, for the optimizer."""
@@ -344,7 +350,7 @@ class ZeroAxis(DataAxis):
         runs = [
             self.sharing.gradient_run(flat, slice(*edges))
             for flat in self.flats
-            if self.sharing.has_copies(flat)
+            if self.sharing.has_state_copies(flat)
             for edges in pairwise(bounds(flat.size, flat.group.size))
         ]
         return [

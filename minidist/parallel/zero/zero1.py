@@ -84,7 +84,19 @@ def plain_zero1(
 
 # `Zero1` below adds buckets and overlap at both ends: a bucket's reduce-scatter runs while backward
 # computes the next gradients, and its all-gather while the next forward computes; a weight that is
-# used waits for its own bucket alone.
+# used waits for its own bucket alone. One step, with one copy of the state:
+#   begin_step   forgets the gradients; no message
+#   forward      the first read of a weight waits for its bucket's all-gather, which the previous
+#                update started: ParameterArrivals._arrive (replica.py)
+#   backward     adds gradients into the buckets. In the step's last backward a bucket's last
+#                gradient starts its reduce-scatter: BucketOrder._final, _start_complete
+#                (data/buckets.py), _start_reduce, HybridSharding.start_scatter (shards.py), the
+#                scheme (step/scheme.py), which has the groups from ShardedReplica.__init__
+#                then waits for the sums, each in this rank's chunk of its bucket: _take_sums
+#   finish_step  nothing; in a pipeline (chapter 17): start_sums, the last backward (several copies:
+#                chapter 16; offload: chapter 20)
+#   conclude     all-gathers the loss; with `clip` also the squares of the norm
+#   update       changes this rank's chunks, then starts an all-gather per bucket (replica.py)
 
 
 class Zero1(ShardedReplica):
@@ -127,7 +139,7 @@ class Zero1(ShardedReplica):
         if last:
             with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
                 self._take_sums(wait=True)
-                self.sharing.wait_for_copies()
+                self.sharing.wait_for_sums()
                 self.store.wait_for_gradients()
             self._summed = True
         return deferred
@@ -161,7 +173,7 @@ class Zero1(ShardedReplica):
             gradients = self.buckets[index].data
             if self.store.device_sums(flat) is None:
                 self.store.add(flat, gradients[flat.chunk], first=True)
-            elif self.sharing.has_copies(flat):
+            elif self.sharing.has_state_copies(flat):
                 self.sharing.start_sum(index, gradients[flat.chunk], f"bucket {index}")
 
     def traffic(self, passes: int) -> list[Collective]:
