@@ -95,7 +95,7 @@ def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[
 #                  the bucket to the scheme (step/scheme.py), which starts an all-reduce on the
 #                  group that _attach named
 #               5  wait for the sums, which lie in the buckets: a parameter's grad is a view of one
-#   finish_step    nothing; in a pipeline (chapter 17): start_sums, the last backward
+#   finish_step    nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums
 #   conclude       all-gathers the loss
 #   update      6  the optimizer's step, of the same sums on each rank; no message
 

@@ -138,7 +138,8 @@ def plain_hybrid(
 #                 runs the schedule. A stage's backward is the data axis's, never as the `last`
 #     without     forward, then backward of the data axis; the `last` starts the sums (2.2)
 #   finish_step   2.2: with pp, DDP and ZeRO-1 start their sums here and wait for them
-#                 (DataAxis.start_sums); ZeRO-2 and 3 have reduced in each backward
+#                 (DataAxis.finish_step: a last backward of nothing); ZeRO-2 and 3 have reduced in
+#                 each backward
 #                 then add_up sums what ranks of other axes sum too: a tied table, norms, key heads
 #   conclude      with `clip`, `squares` adds up the norm over norm_group; 2.3 update; then the
 #                 loss's shares are gathered over loss_group

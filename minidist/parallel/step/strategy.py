@@ -333,16 +333,11 @@ class DataAxis(PassLoop):
         self.backward(share, last=last)
         return share
 
-    def start_sums(self) -> None:
-        """Start all sums of gradients over the ranks, and wait for them: a last backward that has
-        nothing to compute."""
-        self.backward(None, last=True)
-
     def finish_step(self) -> None:
         """Sum the gradients when all backwards of the step are over, unless one of them was the
         last."""
-        if not self._summed:  # always so with a pipeline
-            self.start_sums()
+        if not self._summed:  # a last backward with nothing to compute: it makes the sums
+            self.backward(None, last=True)
 
     def conclude(
         self,

@@ -93,8 +93,8 @@ def plain_zero1(
 #                (data/buckets.py), _start_reduce, HybridSharding.start_scatter (shards.py), the
 #                scheme (step/scheme.py), which has the groups from ShardedReplica.__init__
 #                then waits for the sums, each in this rank's chunk of its bucket: _take_sums
-#   finish_step  nothing; in a pipeline (chapter 17): start_sums, the last backward (several copies:
-#                chapter 16; offload: chapter 20)
+#   finish_step  nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums (several
+#                copies: chapter 16; offload: chapter 20)
 #   conclude     all-gathers the loss; with `clip` also the squares of the norm
 #   update       changes this rank's chunks, then starts an all-gather per bucket (replica.py)
 
