@@ -123,7 +123,7 @@ def moved_in_a_step(trainer: Any) -> dict[str, int]:
     numbers = numbers_moved(data_collectives(trainer, 1), weights.dtype.itemsize)
     if plan.offload == "optimizer":
         return moved_to_host(learning, each, reduced=numbers["reduce_scatter"])
-    again = [flat for flat in data.flats if data.sharing.has_state_copies(flat)]
+    again = [flat for flat in data.flats if data.sharing.has_copies(flat)]
     again += trainer.strategy.flats_with_sums if plan.composed else []
     return moved_to_disk(
         0,

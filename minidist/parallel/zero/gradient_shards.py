@@ -100,7 +100,7 @@ class GradientShards:
     def finish(self) -> None:
         """Backward is over: return when the shards have their sums, wherever they lie."""
         self.take_sum()
-        self.sharing.wait_for_sums()
+        self.sharing.wait_for_copies()
         self.store.wait_for_gradients()
 
     def sum_copies(self) -> None:
@@ -108,11 +108,11 @@ class GradientShards:
         copies."""
         for index in range(len(self.flats)):
             self._start_sum(index)
-        self.sharing.wait_for_sums()
+        self.sharing.wait_for_copies()
 
     def _start_sum(self, index: int) -> None:
         shard = self.store.device_sums(self.flats[index])
-        if shard is not None and self.sharing.has_state_copies(self.flats[index]):
+        if shard is not None and self.sharing.has_copies(self.flats[index]):
             self.sharing.start_sum(index, shard, f"{self.what} {index}")
 
     def take_sum(self) -> None:
@@ -132,5 +132,5 @@ class GradientShards:
         self._empty[index] = False
         for parameter in flat.parameters:
             parameter.bind_gradient(None)
-        if self._last and self.sharing.state_copies > 1:
+        if self._last and self.sharing.copies > 1:
             self._start_sum(index)

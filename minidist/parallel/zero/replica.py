@@ -158,7 +158,7 @@ class ShardedReplica(ZeroAxis):
     def collectives(self, scatters: Sequence[int]) -> list[Collective]:
         """Of each bucket so many reduce-scatters, its all-gather, and sums over copies."""
         sent = [
-            None if self.sharing.has_state_copies(flat) else self.scheme.sent_bytes(run)
+            None if self.sharing.has_copies(flat) else self.scheme.sent_bytes(run)
             for flat, run in zip(self.flats, self.scheme.runs, strict=True)
         ]
         return (

@@ -59,7 +59,7 @@ class HybridSharding:
              of them).
              algorithm: of the all-reduce between copies; scheme: how gradients travel, several
              copies': between them.
-    Attributes: shard_group: the ranks that share this rank's copy of the state. state_copies: the
+    Attributes: shard_group: the ranks that share this rank's copy of the state. copies: the
                 number of copies; 1 by default, while the weights have a copy on each rank.
                 replica_group: the ranks that hold this rank's shard, one per copy; None if there
                 is one copy.
@@ -82,11 +82,11 @@ class HybridSharding:
                 f"one of {', '.join(map(str, divisors(group.size)))}"
             )
         self.group = group
-        self.state_copies = group.size // size
+        self.copies = group.size // size
         self.algorithm = algorithm
         self.recorder = recorder
         self.scheme = scheme or Scheme(algorithm)
-        one = self.state_copies == 1
+        one = self.copies == 1
         self.shard_group = (
             group if one else group.split(group.rank // size, axis=f"{group.axis}.shard")
         )
@@ -95,14 +95,14 @@ class HybridSharding:
         )
         self._pending: list[Pending] = []
 
-    def has_state_copies(self, flat: Flat) -> bool:
+    def has_copies(self, flat: Flat) -> bool:
         """Return whether several copies hold the flat."""
-        return self.state_copies > 1 and flat.group is self.shard_group
+        return self.copies > 1 and flat.group is self.shard_group
 
     def gradient_run(self, flat: Flat, chunk: slice | None = None) -> GradientRun:
         """Return what the scheme sums: all of a flat; with copies a chunk (default: this rank's)
         over them."""
-        if self.replica_group is None or not self.has_state_copies(flat):
+        if self.replica_group is None or not self.has_copies(flat):
             return GradientRun.whole(flat.parameters, flat.group, "reduce_scatter")
         return GradientRun(
             tuple((p, part) for p, _, part in flat.chunk_spans(chunk)),
@@ -112,7 +112,7 @@ class HybridSharding:
 
     def start_scatter(self, index: int, flat: Flat, gradients: Array, out: Array) -> Pending:
         """Begin to sum a flat's gradients within this copy; `out`: this rank's chunk of the sum."""
-        if not self.has_state_copies(flat):
+        if not self.has_copies(flat):
             return self.scheme.start_reduce_scatter(index, gradients, out)
         return flat.group.start_reduce_scatter(gradients, out=out, algorithm=self.algorithm)
 
@@ -126,7 +126,7 @@ class HybridSharding:
             self.recorder.announce(self.replica_group.axis, f"all_reduce {what}")
             self._pending.append(self.scheme.start_all_reduce(index, chunk))
 
-    def wait_for_sums(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for the sums over the copies of the state."""
         for pending in self._pending:
             pending.wait()
@@ -314,13 +314,13 @@ class ZeroAxis(DataAxis):
     def sum_stored(self) -> None:
         """Sum the shards whose gradients have left the device over the copies, one after
         another."""
-        if self.sharing.state_copies == 1:
+        if self.sharing.copies == 1:
             return
         for index, flat in enumerate(self.flats):
-            if self.sharing.has_state_copies(flat) and self.store.device_sums(flat) is None:
+            if self.sharing.has_copies(flat) and self.store.device_sums(flat) is None:
                 with self.store.gradients([flat]) as (shard,):
                     self.sharing.start_sum(index, shard, f"stored run {index}")
-                    self.sharing.wait_for_sums()
+                    self.sharing.wait_for_copies()
 
     def pieces(self) -> list[Piece]:
         """This rank's piece of each parameter that learns, for the optimizer."""
@@ -351,7 +351,7 @@ class ZeroAxis(DataAxis):
         runs = [
             self.sharing.gradient_run(flat, slice(*edges))
             for flat in self.flats
-            if self.sharing.has_state_copies(flat)
+            if self.sharing.has_copies(flat)
             for edges in pairwise(bounds(flat.size, flat.group.size))
         ]
         return [

@@ -90,7 +90,7 @@ def plain_zero1(
 #                update started: ParameterArrivals._arrive (replica.py)
 #   backward     adds gradients into the buckets. In the step's last backward a bucket's last
 #                gradient starts its reduce-scatter: BucketOrder._final, _start_complete
-#                (data/buckets.py), _start_reduce, HybridSharding.start_scatter (shards.py), the
+#                (data/buckets.py), _start_reduce, HybridSharding (shards.py), the
 #                scheme (step/scheme.py), which has the groups from ShardedReplica.__init__
 #                then waits for the sums, each in this rank's chunk of its bucket: _take_sums
 #   finish_step  nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums (several
@@ -139,7 +139,7 @@ class Zero1(ShardedReplica):
         if last:
             with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
                 self._take_sums(wait=True)
-                self.sharing.wait_for_sums()
+                self.sharing.wait_for_copies()
                 self.store.wait_for_gradients()
             self._summed = True
         return deferred
@@ -173,7 +173,7 @@ class Zero1(ShardedReplica):
             gradients = self.buckets[index].data
             if self.store.device_sums(flat) is None:
                 self.store.add(flat, gradients[flat.chunk], first=True)
-            elif self.sharing.has_state_copies(flat):
+            elif self.sharing.has_copies(flat):
                 self.sharing.start_sum(index, gradients[flat.chunk], f"bucket {index}")
 
     def traffic(self, passes: int) -> list[Collective]:

@@ -414,9 +414,9 @@ def summed(finish: Any) -> Any:
     def each(self: Any) -> None:
         finish(self)
         for index, flat in enumerate(self.flats):
-            if self.sharing.has_state_copies(flat):
+            if self.sharing.has_copies(flat):
                 with self.store.gradients([flat]) as (shard,):
                     self.sharing.start_sum(index, shard, "too early")
-                    self.sharing.wait_for_sums()
+                    self.sharing.wait_for_copies()
 
     return each

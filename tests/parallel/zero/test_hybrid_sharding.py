@@ -202,11 +202,11 @@ def test_one_copy_is_the_group_itself() -> None:
     def job(world: Any) -> None:
         for shard in (None, world.size):
             sharing = HybridSharding(world, shard, algorithm="ring", recorder=Silent())
-            assert sharing.shard_group is world and sharing.state_copies == 1
+            assert sharing.shard_group is world and sharing.copies == 1
         sharing = HybridSharding(world, 2, algorithm="ring", recorder=Silent())
         assert (
             sharing.shard_group.world_ranks == ((0, 1), (2, 3))[world.rank // 2]
-            and sharing.state_copies == 2
+            and sharing.copies == 2
         )
         with pytest.raises(
             ConfigError, match="4 ranks cannot be cut into copies of 3; choose one of 1, 2, 4"
