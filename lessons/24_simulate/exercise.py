@@ -37,7 +37,7 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
                 "come before it begins?",
                 group,
             )
-            call = call._replace(peer=1)
+            call = call._replace(peer=1)  # the receiver's number in (sender, receiver)
         way = call.axis, group, call.verb in ("send", "recv")
         count[way] += 1
         if rank in comers:

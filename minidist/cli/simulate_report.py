@@ -71,7 +71,7 @@ def _print_summary(console: Console, found: Simulation) -> None:
     _say(
         console,
         f"{found.step_seconds:,.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU "
-        f"{found.mfu:.1%}, of what runs {found.hfu:.1%}",
+        f"{found.mfu:.1%}, HFU {found.hfu:.1%} (what really runs)",
     )
     if plan.precision == "fp8":
         _say(console, WIDENED)

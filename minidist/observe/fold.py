@@ -80,51 +80,59 @@ def fold(own: list[list[Station]], links: Collection[Any], alike: Sequence[Hasha
     for load in loads:
         of_station[load.station].append(load)
         of_link[load.link].append(load)
-    ranks = _numbered(alike)
-    places = _numbered([_itself(station) for station in stations])
-    wires = [0] * len(of_link)
+    rank_colours = _numbered(alike)
+    station_colours = _numbered([_itself(station) for station in stations])
+    link_colours = [0] * len(of_link)
     count = 0
-    while count < (count := len(set(ranks)) + len(set(places)) + len(set(wires))):
-        places = _numbered(
+    while count < (
+        count := len(set(rank_colours)) + len(set(station_colours)) + len(set(link_colours))
+    ):
+        station_colours = _numbered(
             [
                 (
-                    places[at],
-                    tuple(ranks[one] for one in station.group),
+                    station_colours[at],
+                    tuple(rank_colours[one] for one in station.group),
                     tuple(
-                        sorted((load.job, wires[load.link], load.share) for load in of_station[at])
+                        sorted(
+                            (load.job, link_colours[load.link], load.share)
+                            for load in of_station[at]
+                        )
                     ),
                 )
                 for at, station in enumerate(stations)
             ]
         )
-        ranks = _numbered(
+        rank_colours = _numbered(
             [
-                (colour, *(places[at] for at in mine))
-                for colour, mine in zip(ranks, slots, strict=True)
+                (colour, *(station_colours[at] for at in mine))
+                for colour, mine in zip(rank_colours, slots, strict=True)
             ]
         )
-        wires = _numbered(
+        link_colours = _numbered(
             [
                 (
-                    wires[link],
+                    link_colours[link],
                     tuple(
                         sorted(
-                            (places[load.station], load.job, load.share) for load in of_link[link]
+                            (station_colours[load.station], load.job, load.share)
+                            for load in of_link[link]
                         )
                     ),
                 )
-                for link in range(len(wires))
+                for link in range(len(link_colours))
             ]
         )
-    return _quotient(stations, slots, ranks, places, wires, of_station, of_link, jobs)
+    return _quotient(
+        stations, slots, rank_colours, station_colours, link_colours, of_station, of_link, jobs
+    )
 
 
 def _loads(stations: list[Station], links: Collection[Any]) -> tuple[list[_Load], list[Job]]:
     """Return all loads on the given links, and the jobs by number."""
     jobs = dict[Job, int]()
-    places = {link: place for place, link in enumerate(links)}
+    numbers = {link: number for number, link in enumerate(links)}
     return [
-        _Load(at, jobs.setdefault(job, len(jobs)), places[link], float(f"{share:.9e}"))
+        _Load(at, jobs.setdefault(job, len(jobs)), numbers[link], float(f"{share:.9e}"))
         for at, station in enumerate(stations)
         for job in station.first_jobs().values()
         for link, share in station.costs[job].loads.items()
@@ -150,39 +158,41 @@ def _numbered(colours: Sequence[Hashable]) -> list[int]:
 def _quotient(
     stations: list[Station],
     slots: list[list[int]],
-    ranks: list[int],
-    places: list[int],
-    wires: list[int],
+    rank_colours: list[int],
+    station_colours: list[int],
+    link_colours: list[int],
     of_station: dict[int, list[_Load]],
     of_link: dict[int, list[_Load]],
     jobs: list[Job],
 ) -> Folded:
     """Return one rank, station and link of each colour, with the sum of what all alike stations ask
     of the link."""
-    first_rank = {colour: rank for rank, colour in reversed(list(enumerate(ranks)))}
-    first_place = {colour: place for place, colour in reversed(list(enumerate(places)))}
-    first_link = {colour: link for link, colour in reversed(list(enumerate(wires)))}
-    one_of = [stations[first_place[colour]] for colour in places]
+    first_rank = {colour: rank for rank, colour in reversed(list(enumerate(rank_colours)))}
+    first_station = {colour: at for at, colour in reversed(list(enumerate(station_colours)))}
+    first_link = {colour: link for link, colour in reversed(list(enumerate(link_colours)))}
+    one_of = [stations[first_station[colour]] for colour in station_colours]
     asked: dict[Station, JobLoads] = {}
-    for colour, place in first_place.items():
-        first = {id(loads): list[tuple[Any, float]]() for loads in stations[place].each_load()}
-        mine = {job: first[id(cost.loads)] for job, cost in stations[place].costs.items()}
-        for job, wire in dict.fromkeys((load.job, wires[load.link]) for load in of_station[place]):
+    for colour, at in first_station.items():
+        first = {id(loads): list[tuple[Any, float]]() for loads in stations[at].each_load()}
+        mine = {job: first[id(cost.loads)] for job, cost in stations[at].costs.items()}
+        for job, link in dict.fromkeys(
+            (load.job, link_colours[load.link]) for load in of_station[at]
+        ):
             share = fsum(
                 load.share
-                for load in of_link[first_link[wire]]
-                if load.job == job and places[load.station] == colour
+                for load in of_link[first_link[link]]
+                if load.job == job and station_colours[load.station] == colour
             )
-            mine[jobs[job]].append((wire, share))
+            mine[jobs[job]].append((link, share))
         if any(mine.values()):
-            asked[stations[place]] = mine
+            asked[stations[at]] = mine
     return Folded(
-        ranks,
+        rank_colours,
         [first_rank[clock] for clock in range(len(first_rank))],
         [[one_of[at] for at in slots[first_rank[clock]]] for clock in range(len(first_rank))],
         asked,
         {
-            stations[place]: len({ranks[one] for one in stations[place].comers})
-            for place in first_place.values()
+            stations[at]: len({rank_colours[one] for one in stations[at].comers})
+            for at in first_station.values()
         },
     )

@@ -1,8 +1,8 @@
 """Chapter 24 · The replay: traces of all ranks, on one clock.
 
-Each rank runs its trace in its own order. It stands still only where it waits for a call; a call
-begins when all its ranks have come to it and the one before it in its group has ended. From that
-every time follows:
+Each rank runs its trace in its own order. It stands still only where it waits for a call. A call
+begins when all its ranks have come to it (a message: when its sender has) and the one before it in
+its group has ended. From that every time follows:
 
     rank 0   forward ····· | all_reduce starts | backward ·············· | waits ··| update
     rank 1   forward ··········· | all_reduce starts | backward ······ | waits ····| update
@@ -73,7 +73,7 @@ def plain_replay(
         if call.verb in ("send", "recv"):
             group = (rank, group[call.peer]) if call.verb == "send" else (group[call.peer], rank)
             comers = group[:1]
-            call = call._replace(peer=1)
+            call = call._replace(peer=1)  # the receiver's number in (sender, receiver)
         way = call.axis, group, call.verb in ("send", "recv")
         count[way] += 1
         if rank in comers:

@@ -20,7 +20,7 @@ from minidist.observe.events import Transfer
 from minidist.observe.fold import Folded
 from minidist.observe.shared_links import Running
 from minidist.observe.stations import Cost, Station
-from minidist.observe.tracks import BUSY, CALL, Job, Meeting, Track
+from minidist.observe.tracks import BUSY, CALL, Job, Track, TrackSlot
 
 CORES = "cores"
 
@@ -50,7 +50,7 @@ def on_shared_cores(
             for place in Counter(works)
         }
         station = Station(
-            Meeting("move", CORES),
+            TrackSlot("move", CORES),
             (rank,),
             tuple(Transfer(place, CORES, 0) for place in works),
             costs,

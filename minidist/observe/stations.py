@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from minidist.errors import MismatchError
 from minidist.observe.events import GroupCall, Transfer
-from minidist.observe.tracks import Job, Meeting, Track
+from minidist.observe.tracks import Job, Track, TrackSlot
 
 UNKNOWN = -1.0  # a time that is not yet known
 
@@ -33,14 +33,15 @@ class Cost(NamedTuple):
 class Station:
     """One station; the lists have a place for each of its jobs.
 
-    Attributes: slot: as the first of the group sees it. group: its ranks; of a message the sender
-    and the receiver.
-                comers: those that begin its jobs: of a message the sender, else the group. alone:
-                seconds of each job.
-                missing: how many clocks have not yet come to each job. late: when the last one
-                came. begins, ends: of each job, or UNKNOWN.
-                waiting: {number of a job: ranks that wait for its end}. sharing: see
-                shared_links.py.
+    Attributes: slot: as the first of the group sees it.
+                group: its ranks; of a message the sender and the receiver.
+                comers: the ranks that begin its jobs: of a message the sender, else the group.
+                alone: seconds of each job.
+                missing: how many clocks have not yet come to each job.
+                late: when the last clock came to each job.
+                begins, ends: times of each job, or UNKNOWN.
+                waiting: {number of a job: ranks that wait for its end}.
+                sharing: see shared_links.py.
     """
 
     __slots__ = (
@@ -59,7 +60,7 @@ class Station:
     )
 
     def __init__(
-        self, slot: Meeting, group: tuple[int, ...], jobs: tuple[Job, ...], costs: dict[Job, Cost]
+        self, slot: TrackSlot, group: tuple[int, ...], jobs: tuple[Job, ...], costs: dict[Job, Cost]
     ) -> None:
         self.slot = slot
         self.group = group
@@ -107,11 +108,13 @@ class Pricing(NamedTuple):
     call_cost: Callable[[GroupCall, tuple[int, ...]], tuple[float, Loads]]
     move_seconds: Callable[[int, Transfer], float]
 
-    def cost(self, job: Job, group: tuple[int, ...], slot: Meeting) -> Cost:
+    def cost(self, job: Job, group: tuple[int, ...], slot: TrackSlot) -> Cost:
         """Return the cost of a job of the station of `group`."""
         if isinstance(job, Transfer):
             return Cost(self.move_seconds(group[0], job), {})
-        return Cost(*self.call_cost(job._replace(peer=1) if slot.kind == "send" else job, group))
+        if slot.kind == "send":
+            job = job._replace(peer=1)  # the receiver's number in (sender, receiver)
+        return Cost(*self.call_cost(job, group))
 
 
 def make_stations(
@@ -128,11 +131,11 @@ def make_stations(
     group_of = _groups(pricing)
     agreed = set[Any]()
 
-    def station(slot: Meeting, rank: int) -> Station:
+    def station(slot: TrackSlot, rank: int) -> Station:
         """Return the station of a slot, seen from the first of its group."""
         group = (rank,) if slot.kind == "move" else group_of(slot.axis, rank)
         if slot.kind == "recv":
-            slot, group = Meeting("send", slot.axis, group.index(rank)), (group[slot.peer], rank)
+            slot, group = TrackSlot("send", slot.axis, group.index(rank)), (group[slot.peer], rank)
         elif slot.kind == "send":
             group = rank, group[slot.peer]
         # a group is one object, and may be long
@@ -151,7 +154,7 @@ def make_stations(
             made[key] = Station(slot, group, lists[0], costs)
         return made[key]
 
-    def checked(slot: Meeting, rank: int, jobs: tuple[Job, ...]) -> Station:
+    def checked(slot: TrackSlot, rank: int, jobs: tuple[Job, ...]) -> Station:
         found = station(slot, rank)
         if slot.kind == "recv" and len(jobs) > len(found.jobs):
             raise MismatchError(
@@ -182,7 +185,7 @@ def _groups(pricing: Pricing) -> Callable[[str, int], tuple[int, ...]]:
     return group_of
 
 
-def _check_agree(slot: Meeting, group: tuple[int, ...], lists: Sequence[tuple[Job, ...]]) -> None:
+def _check_agree(slot: TrackSlot, group: tuple[int, ...], lists: Sequence[tuple[Job, ...]]) -> None:
     """Check that all members call the same verbs by the same algorithms. Raises: MismatchError."""
     for rank, jobs in zip(group, lists, strict=False):
         for number, (first, other) in enumerate(zip_longest(lists[0], jobs)):

@@ -16,7 +16,7 @@ BUSY, START, WAIT, CALL = range(4)
 """Kinds of an op; CALL is a START and the WAIT for it in one."""
 
 
-class Meeting(NamedTuple):
+class TrackSlot(NamedTuple):
     """Where a rank meets others. Calls of one slot run one after another."""
 
     kind: str  # "collective", "send", "recv" or "move"
@@ -41,7 +41,7 @@ class Track(NamedTuple):
     ops: list[tuple[int, int, int]]
     at: list[int]
     works: list[Busy]
-    slots: list[Meeting]
+    slots: list[TrackSlot]
     jobs: list[tuple[Job, ...]]
     sooner: dict[int, float]
 
@@ -52,7 +52,7 @@ def track_of(trace: Sequence[Event]) -> Track:
     ops = list[tuple[int, int, int]]()
     at = list[int]()
     works = dict[Busy, int]()
-    slots = dict[Meeting, int]()
+    slots = dict[TrackSlot, int]()
     jobs = list[list[Job]]()
     begun = dict[int, tuple[int, int]]()
     known = dict[Job, Job]()
@@ -91,9 +91,9 @@ def track_of(trace: Sequence[Event]) -> Track:
     return Track(ops, at, list(works), list(slots), [tuple(slot) for slot in jobs], sooner)
 
 
-def _slot(job: Job) -> Meeting:
+def _slot(job: Job) -> TrackSlot:
     if isinstance(job, Transfer):
-        return Meeting("move", job.lane)
+        return TrackSlot("move", job.lane)
     if job.verb in ("send", "recv"):
-        return Meeting(job.verb, job.axis, job.peer)
-    return Meeting("collective", job.axis)
+        return TrackSlot(job.verb, job.axis, job.peer)
+    return TrackSlot("collective", job.axis)

@@ -208,6 +208,7 @@ class Optimizer(ABC):
                 f"{type(self).__name__}: two tensors are called {name!r}; each needs a name of "
                 "its own"
             )
+        # with an offload the tensors are StoredPieces, which name their store (chapter 20)
         self._store: StateStore | None = getattr(self.slots[0].weights, "store", None)
         self._scratch: dict[tuple[str, np.dtype], Array] = {}
 

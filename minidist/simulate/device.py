@@ -14,18 +14,22 @@ _SHORT = {"float8_e4m3fn": "float8", "float8_e5m2": "float8", "float8_e4m3": "fl
 class Efficiency:
     """How much of its peaks a device reaches, and what every kernel costs."""
 
-    # of the peak, by an endless product; with half: 0.57, 0.71, 0.75 at sides of 1,024,
+    # matmul_share: of the peak, by an endless product. With half it gives 0.57, 0.71, 0.75 at sides
+    # of 1,024, 4,096, 8,192 (NVIDIA CUTLASS 3.5.1 on an H100: 0.58, 0.70, 0.75)
     matmul_share: float = 0.78
-    half: float = 128.0  # 4,096, 8,192 (NVIDIA CUTLASS 3.5.1 on an H100: 0.58, 0.70, 0.75)
+    half: float = 128.0
     # of the peak: FlashAttention-2 reaches 0.50 to 0.73 on an A100 (Dao 2023)
     attention_share: float = 0.5
     # of the bandwidth: assumed; STREAM reaches about 0.9 of it (Deakin et al. 2018)
     memory_share: float = 0.85
-    # seconds between two kernels, and of the shortest kernel on a V100: NVIDIA, Getting
+    # seconds between two kernels, and of the shortest kernel, on a V100: NVIDIA, Getting Started
+    # with CUDA Graphs, 2019
     launch: float = 0.9e-6
-    shortest: float = 2.9e-6  # Started with CUDA Graphs, 2019
-    cache_bytes: float = 0.0  # kernels of no more bytes than this find them in the cache,
-    cache_factor: float = 1.0  # which is so much faster than the memory
+    shortest: float = 2.9e-6
+    # kernels of no more than cache_bytes find them in the cache, which is cache_factor times as
+    # fast as the memory
+    cache_bytes: float = 0.0
+    cache_factor: float = 1.0
     # products of matrices of no more bytes together lose nothing by their size
     small_bytes: float = 0.0
     python: float = 0.0  # seconds of Python for one result of an op; a GPU's host runs ahead of it

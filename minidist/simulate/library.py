@@ -13,13 +13,11 @@ No code of ours sends their messages, so they are modelled, as NCCL's own tuner 
            bandwidth
 
     tree   all_reduce of short arrays between nodes: a chain in each node, a double binary tree of
-           the nodes. A node
-           sends and receives the array twice.     hops: 2 (members of a node - 1) inside, 2
-                                                   log2(nodes) between
+           the nodes. A node sends and receives the array twice. Hops:
+           2 (members of a node - 1) inside, 2 log2(nodes) between
 
     switch all_reduce in one node whose switches add (NVLink 4 and 5; NCCL's NVLS): every device
-    sends its array to
-           the switch once, and gets the sum once.
+           sends its array to the switch once, and gets the sum once.
 
     pairs  all_to_all: every rank to every other at once.
 

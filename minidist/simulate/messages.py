@@ -6,9 +6,8 @@ without data.
     program.kind, program.arg                       # every rank's operations, in its order
 
 A ProgramCall stands in for the Call that algorithms know. (CountingCall, counting_call.py, only
-counts, for the ledger.) Its arrays have lengths but no memory
-of their own, and its reductions add nothing. An algorithm's control flow does not depend on values,
-so each rank runs alone, to its end.
+counts, for the ledger.) Its arrays have lengths but no memory of their own, and its reductions add
+nothing. An algorithm's control flow does not depend on values, so each rank runs alone, to its end.
 
 Where an algorithm learns a length from a message (gather along a tree, say), the receiver needs the
 sender's array: a rank that asks for a message that is not sent yet is put back, and run again when

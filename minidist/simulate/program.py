@@ -71,7 +71,7 @@ class RankProgram(NamedTuple):
 
 class TurnedProgram(NamedTuple):
     """What every rank of a call does where all do the same: a message goes from rank r to rank r +
-    ahead, around.
+    ahead, around. Turned: rank r's program is that of rank 0 with all peers moved on by r.
 
     Attributes: kinds, args   each rank's operations; the arg of a transfer is the number of its
                               message

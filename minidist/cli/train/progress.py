@@ -22,7 +22,8 @@ class ProgressReport:
     """
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
-        """Show step `number` (from 1) with its `loss`; `sent_bytes` of this rank so far."""
+        """Show step `number` (from 1) with its `loss`; `sent_bytes`: of this rank, in all steps of
+        the job so far."""
 
     def expect(self, steps: int) -> None:
         """Change the number of steps that the run will make."""
@@ -58,7 +59,7 @@ class Shown(ProgressReport):
             number,
             self.steps,
             f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  "
-            f"{size_text(sent_bytes)} sent a rank",
+            f"{size_text(sent_bytes)} sent so far",
         )
 
     def expect(self, steps: int) -> None:

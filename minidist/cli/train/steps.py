@@ -5,6 +5,7 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from minidist.cli.train.fitting import MEASURED, choose_steps, chooses_steps
 from minidist.cli.train.progress import ProgressReport
@@ -43,15 +44,24 @@ def begun(settings: Settings) -> Course:
     return Course(settings.resume.losses, [], settings.resume.step_seconds)
 
 
-def _arrived(on_their_way: deque[tuple[LateLoss, float]], leave: int) -> list[tuple[float, float]]:
-    """Remove and return the losses that have arrived, waiting for all but `leave` of the others.
+class StartedStep(NamedTuple):
+    """A step whose loss may not have arrived yet.
 
-    Each is paired with its step's start time.
+    Attributes: start: when it began. sent_bytes: of this rank when it returned, since the run began.
     """
+
+    loss: LateLoss
+    start: float
+    sent_bytes: int
+
+
+def _arrived(on_their_way: deque[StartedStep], leave: int) -> list[tuple[float, StartedStep]]:
+    """Remove and return the steps whose losses have arrived, each as (loss, step); wait for all
+    but `leave` of the others."""
     there = []
-    while on_their_way and (len(on_their_way) > leave or on_their_way[0][0].done()):
-        late, start = on_their_way.popleft()
-        there.append((late.wait(), start))
+    while on_their_way and (len(on_their_way) > leave or on_their_way[0].loss.done()):
+        step = on_their_way.popleft()
+        there.append((step.loss.wait(), step))
     return there
 
 
@@ -70,23 +80,26 @@ def train_steps(
     start_step = CapturedStep(trainer).start_step if args.graph else trainer.start_step
     tokens = args.batch * args.context
     last = 0.0
-    on_their_way = deque[tuple[LateLoss, float]]()
+    on_their_way = deque[StartedStep]()
+
+    def sent_bytes() -> int:
+        """Return the bytes that this rank has sent in all steps so far."""
+        return sum(
+            sum(verbs.values())
+            for axis, verbs in ledger.sent_bytes("step").items()
+            if axis != "control"
+        )
 
     def read(leave: int = 0) -> None:
         """Record the losses that have arrived, and wait for all but `leave` of the others."""
         nonlocal last
         if there := _arrived(on_their_way, leave):
-            since = max(there[0][1], last)
+            since = max(there[0][1].start, last)
             last = time.perf_counter()
-        for loss, _ in there:  # the time is divided equally over losses that arrive together
+        for loss, made in there:  # the time is divided equally over losses that arrive together
             course.losses.append(loss)
             course.seconds.append((last - since) / len(there))
-            sent = sum(
-                sum(verbs.values())
-                for axis, verbs in ledger.sent_bytes("step").items()
-                if axis != "control"
-            )
-            report.step(len(course.losses), course.losses[-1], tokens / course.seconds[-1], sent)
+            report.step(len(course.losses), loss, tokens / course.seconds[-1], made.sent_bytes)
 
     def seconds_so_far() -> float:
         """Return the seconds per step, after waiting for all losses so far."""
@@ -100,7 +113,9 @@ def train_steps(
             with report.input():
                 batch = settings.training_batch(step)
             start = time.perf_counter()
-            on_their_way.append((start_step(batch), start))
+            late = start_step(batch)
+            # now: when the loss arrives, the next step may have sent too
+            on_their_way.append(StartedStep(late, start, sent_bytes()))
             read(leave=1)
             if choosing and step + 1 == MEASURED:
                 read()

@@ -115,7 +115,15 @@ def plain_diloco(
 # one a parameter. It also takes frozen weights, several passes, clipping (of each rank's own
 # gradient), outer gradients that a scheme of this chapter compresses, and checkpoints between two
 # meetings. streaming.py sends the vector in parts, behind the steps; async_local_steps.py does
-# without meetings.
+# without meetings. One step:
+#   start_step        takes this rank's rows; it has no PassLoop, because ranks meet seldom
+#   inner_step        forward, backward and the inner optimizer, of this rank's rows; no message
+#   scalars           starts an all-gather of the loss; GatheredLoss.wait reads it
+#   _meet             every H-th step:
+#   _send             the outer gradient, common (`fragment.data`) - own (`fragment.own`), times
+#                     this rank's share of the rows; one all-reduce per stretch of 4 MiB
+#   _take_outer_step  waits for the sums; a step of the outer optimizer on `fragment.data`
+#   _merge            copies `fragment.data` to `fragment.own`: all ranks continue from it
 
 
 class GatheredLoss(LateLoss):
@@ -198,7 +206,7 @@ class LocalSteps(Strategy):
             [stretch.run for fragment in self.fragments for stretch in fragment.stretches]
         )
         self.scalars = group.split(0, axis=group.axis)  # losses do not queue behind outer gradients
-        self.diverged = self
+        self.diverged = self  # this object has the common state
 
     # --------------------------------------------------------------------------------------- a step
 
@@ -244,8 +252,8 @@ class LocalSteps(Strategy):
         """Start to sum the outer gradient of a fragment. Cost: one all-reduce of each stretch, as
         the scheme does it."""
         self.recorder.announce(self.group.axis, f"outer gradient of {fragment.name}")
-        # streaming: phase 2 of a fragment under way belongs to the step of the scheme that sent
-        # phase 1
+        # streaming with 8bit or 4bit: the sum of an earlier fragment takes two phases
+        # (two_phase.py). Its second phase begins now, before begin_step counts the next step
         for other in self.fragments:
             if other.pending is not None:
                 other.pending.advance()

@@ -86,6 +86,18 @@ def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[
 # the next bucket. So buckets fill in the order in which backward completes gradients; all ranks
 # must agree on this order.
 # It also takes frozen and unused parameters, ranks without rows, and several passes (chapter 08).
+# One step; the numbers are those of plain_ddp:
+#   begin_step     forgets the gradients; no message
+#   part_of     2  this rank's rows
+#   forward     3  of a pass's rows; no message
+#   backward    4  a bucket's last gradient is final: BucketOrder._final, _start_complete
+#                  (data/buckets.py). In the step's last backward they call _start_reduce; it gives
+#                  the bucket to the scheme (step/scheme.py), which starts an all-reduce on the
+#                  group that _attach named
+#               5  wait for the sums, which lie in the buckets: a parameter's grad is a view of one
+#   finish_step    nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums
+#   conclude       all-gathers the loss
+#   update      6  the optimizer's step, of the same sums on each rank; no message
 
 
 class DDP(DataAxis):
@@ -201,7 +213,7 @@ class DDP(DataAxis):
         """Start the sum of a bucket whose last gradient is final; the sums before it have started
         (buckets.py says why)."""
         bucket = self.buckets[index]
-        group = sharers(bucket.parameters, self.group)
+        group = sharers(bucket.parameters, self.group)  # to announce; the scheme has it by _attach
         self.recorder.announce(group.axis, f"all_reduce bucket {index}")
         self._pending.append(self.scheme.start_all_reduce(index, bucket.data))
 

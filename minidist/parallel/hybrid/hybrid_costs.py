@@ -124,7 +124,7 @@ def moved_in_a_step(trainer: Any) -> dict[str, int]:
     if plan.offload == "optimizer":
         return moved_to_host(learning, each, reduced=numbers["reduce_scatter"])
     again = [flat for flat in data.flats if data.sharing.has_copies(flat)]
-    again += trainer.strategy.outside if plan.composed else []
+    again += trainer.strategy.flats_with_sums if plan.composed else []
     return moved_to_disk(
         0,
         0,

@@ -130,7 +130,21 @@ def plain_hybrid(
 # The real one builds a GPT in the same order, from the parts that the plan names: any axes, a
 # schedule on pp, DDP or a stage of ZeRO on dp, also experts and context. It adds the facts that the
 # parts must agree on: which ranks hold which weights whole, which ranks sum which gradients, and
-# one norm of the model for clipping.
+# one norm of the model for clipping. One step; the numbers are those of plain_hybrid:
+#   begin_step    the data axis forgets its gradients; no message
+#   part_of    0  this rank's rows, by its coordinates on dp and ep
+#   run           once for each pass:
+#     with pp     1.1 to 1.3 and 2.1: Pipeline.run splits the rows into microbatches, and Executor
+#                 runs the schedule. A stage's backward is the data axis's, never as the `last`
+#     without     forward, then backward of the data axis; the `last` starts the sums (2.2)
+#   finish_step   2.2: with pp, DDP and ZeRO-1 start their sums here and wait for them
+#                 (DataAxis.finish_step: a last backward of nothing); ZeRO-2 and 3 have reduced in
+#                 each backward
+#                 then add_up sums what ranks of other axes sum too: a tied table, norms, key heads
+#   conclude      with `clip`, `squares` adds up the norm over norm_group; 2.3 update; then the
+#                 loss's shares are gathered over loss_group
+#
+# The all-reduces of tp run inside forward and backward (tensor/tensor_layers.py).
 
 
 class Hybrid(PassLoop):
@@ -140,8 +154,9 @@ class Hybrid(PassLoop):
     Args:    model: this rank's part of it; axes: the axes that divide it, the pipeline first;
              data_axis: trains the replicas of this part; pipeline: None without stages. The others
              as Trainer and parallelize.
-    Attributes: outside: the runs of the data axis that have a gradient to be summed over other
-                ranks too.
+    Attributes: flats_with_sums: the runs of the data axis that have a gradient to be summed over
+                ranks of other axes too.
+                summands: these gradients, each with the group that sums it.
     """
 
     def __init__(
@@ -164,7 +179,7 @@ class Hybrid(PassLoop):
         self._data_axis = data_axis
         self.pipeline = pipeline
         self.key = key
-        self.loss = self._loss
+        self.loss = self._loss  # an attribute in every Strategy: others are given theirs
         self.precision = data_axis.precision
         self.recorder = recorder
         self.store = store
@@ -179,7 +194,7 @@ class Hybrid(PassLoop):
         # others wait for a rank without rows
         self.always = data_axis.computes_without_rows or plan.ep > 1
         if pipeline is not None:
-            pipeline.serve(data_axis, always=self.always)
+            pipeline.use(data_axis, always=self.always)
         self.parameters = data_axis.parameters
         self.summands = self._summands()
 
@@ -197,9 +212,11 @@ class Hybrid(PassLoop):
             for owner, piece in self.data_axis.updated()
             if (group := axis.sums_over(owner)) is not None and group.size > 1
         ]
-        self._outside = [(owner, group) for owner, _, group in found]
-        owners = {owner for owner, _ in self._outside}
-        self.outside = [flat for flat in self.data_axis.flats if owners & {*flat.parameters}]
+        self._sums_of = [(owner, group) for owner, _, group in found]
+        owners = {owner for owner, _ in self._sums_of}
+        self.flats_with_sums = [
+            flat for flat in self.data_axis.flats if owners & {*flat.parameters}
+        ]
         return [Summand(piece, group) for _, piece, group in found]
 
     # ----------------------------------------------------------------------------------------- step
@@ -227,8 +244,12 @@ class Hybrid(PassLoop):
     def finish_step(self) -> None:
         """Sum the gradients over the data axis, then those that other ranks add to."""
         self.data_axis.finish_step()
-        # store: with an offload ZeRO's pieces are copied to the device for it
-        with self.recorder.span("add up", "communication"), self.store.gradients(self.outside):
+        # store: with an offload the gradients of ZeRO's pieces lie on the host, or are read there
+        # from disk, and are summed there
+        with (
+            self.recorder.span("add up", "communication"),
+            self.store.gradients(self.flats_with_sums),
+        ):
             add_up(self.summands)
 
     def conclude(
@@ -316,7 +337,7 @@ class Hybrid(PassLoop):
     def summand_of(self, parameter: Parameter) -> tuple[int, int]:
         number = 0
         count = 1
-        for group in (group for owner, group in self._outside if owner is parameter):
+        for group in (group for owner, group in self._sums_of if owner is parameter):
             number = number * group.size + group.rank
             count = count * group.size
         return number, count
@@ -347,7 +368,8 @@ def tokens_of(axes: Sequence[ModelAxis]) -> tuple[OwnTokens, OwnTokens]:
 
 
 def lay_out(model: GPT, axes: Sequence[ModelAxis], pipeline: StageModel | None) -> None:
-    """Give parameters their layouts: they say which parameters a data axis may put into one bucket.
+    """Give parameters their layouts: they say which parameters a data axis may put into one bucket
+    (`cut` in data/buckets.py reads them).
 
     If several ranks of another axis hold a weight, ZeRO's chunks must have the same edges on each
     of them. So weights are separated by stage; by whether ranks of tp hold the same; a tied table;

@@ -184,7 +184,7 @@ def make_pipeline(
         seed=seed,
         layers=layers,
         device=device,
-        cuts=partial(TokenStages, tokens=tokens, carried=carried),
+        make_stages=partial(TokenStages, tokens=tokens, carried=carried),
         tp=mesh["tp"],
         alone=False,
         **options,

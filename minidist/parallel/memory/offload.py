@@ -104,8 +104,8 @@ def plain_offload(
     return float(loss.item())
 
 
-# `OnHost` below moves only a rank's chunks (chapter 15 says which), bucket by bucket and while the
-# device computes: a bucket goes down while the next one fills. `OnDisk` moves everything, the
+# `OnHost` below moves only a rank's chunks (chapters 14 to 16 say which), bucket by bucket and while
+# the device computes: a bucket goes down while the next one fills. `OnDisk` moves everything, the
 # weights too, and reads ahead.
 
 
@@ -137,6 +137,7 @@ class OffDevice(ShardStore, ABC):
         """Return the pieces of a run over this rank's chunks of the weights and of their
         gradients."""
         for parameter in flat.parameters:
+            # what a user writes to p.data would be lost: it is refused from here on
             parameter.keep_by("the store of offloaded state")
         return [
             StoredPiece(parameter, weights[place], gradients[place], part, self, flat, place)

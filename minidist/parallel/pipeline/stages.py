@@ -215,16 +215,16 @@ class StageModel(ModelAxis, PassLoop):
     """The stages of a GPT that this rank of a group has: rank r of p has stages r, r + p, … (or as
     `own_stages` says).
 
-    Its gradients and its update are those of a data axis: the axis of one process, unless it
-    `serves` another.
+    Its gradients and its update are those of a data axis. Alone (chapters 10 and 11) that is the
+    axis of one process. In chapter 17 `use` gives it DDP or ZeRO, and Hybrid makes the step.
 
     Args:    model: a GPT, cut in place; or a list of modules, one for each stage (own_stages.py).
              seed: of the weights; None: the caller draws them. stages: in all (default: one per
              rank).
              layers: of each stage (default: as even as possible); key: for dropout; precision: of
-             weights and update; cuts: makes Stages of the model; tp: the ranks that divide the
-             layers.
-             alone: False: another data axis is served later.
+             weights and update; make_stages: makes Stages of the model; tp: the ranks that
+             divide the layers.
+             alone: False: `use` gives a data axis later.
     Attributes: model: the part of the model with this rank's stages; parameters: the arguments for
                 the optimizer, of this rank's stages.
                 first, last: whether this rank has an end of the model.
@@ -245,7 +245,7 @@ class StageModel(ModelAxis, PassLoop):
         key: Key | None = None,
         precision: Precision | None = None,
         recorder: Recorder | None = None,
-        cuts: Callable[..., Stages] = Stages,
+        make_stages: Callable[..., Stages] = Stages,
         tp: Group | None = None,
         alone: bool = True,
     ) -> None:
@@ -258,7 +258,7 @@ class StageModel(ModelAxis, PassLoop):
         if isinstance(model, GPT):
             count = model.config.layers
             self.layers = list(layers or balanced_layers([1.0] * count, stages or group.size))
-            self.stages = cuts(model, self.layers, self.own_stages(group.rank))
+            self.stages = make_stages(model, self.layers, self.own_stages(group.rank))
         else:
             self.layers = [1] * len(model)
             self.stages = OwnStages(model, self.own_stages(group.rank), of=stages or group.size)
@@ -270,11 +270,10 @@ class StageModel(ModelAxis, PassLoop):
         if self.stages.tied and self.stages.last not in self.own_stages(0):
             self.ends = group.split(0 if self.first or self.last else None, axis=group.axis)
         if alone:
-            self.serve(Single(self.model, precision=self.precision))
+            self.use(Single(self.model, precision=self.precision))
 
-    def serve(self, data: DataAxis, *, always: bool = False) -> None:
-        """From now on use the gradients and the update of `data`, an axis made of this rank's
-        model.
+    def use(self, data: DataAxis, *, always: bool = False) -> None:
+        """Take `data`, an axis made of this rank's model, for the gradients and the update.
 
         In chapter 17 Hybrid calls it, when the data axis is made from the model that the stages
         left.
@@ -342,16 +341,7 @@ class StageModel(ModelAxis, PassLoop):
         """Compute the gradients that `go_back` of a stage deferred."""
         self.data.backward_weights(deferred, segment=stage // self.group.size)
 
-    # --------------------------------------------- a step of chapters 10 and 11; in chapter 17 Hybrid
-    # makes the step, and add_up sums the ends
-
-    def begin_step(self) -> None:
-        """Begin a step, as PassLoop.begin_step."""
-        self.data.begin_step()
-
-    def part_of(self, batch: Batch) -> Part:
-        """Return the whole batch."""
-        return Part(*batch, first=0)
+    # ------------------------- a pass, an evaluation, the weights: chapters 10 and 11, and chapter 17
 
     @abstractmethod
     def run(self, part: Part, *, divisor: int, last: bool = True) -> float:
@@ -361,6 +351,36 @@ class StageModel(ModelAxis, PassLoop):
     def evaluate(self, part: Part, *, divisor: int) -> float:
         """Return this rank's share of the loss, as `run`, but without gradients and dropout, for
         half the messages."""
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return copies of all weights (masters, in mixed precision), whole, on every rank. Cost:
+        one all-gather."""
+        mine = self.data.state_dict()
+        if self.tp is not None:
+            mine = assemble(self.model, mine, self.tp)
+        with self.group.ledger.control():
+            joined = self.group.all_gather(
+                np.concatenate([mine[name].reshape(-1) for name in mine]), algorithm="ring"
+            )
+        whole = {}
+        start = 0
+        for rank in range(self.group.size):
+            for name, shape in self.stages.shapes(self.own_stages(rank)).items():
+                stop = start + math.prod(shape)
+                whole[name] = joined[start:stop].reshape(shape).copy()
+                start = stop
+        return {name: whole[name] for name in self.stages.shapes(range(len(self.layers)))}
+
+    # ----------------------- the other parts of a step of chapters 10 and 11; in chapter 17 they are
+    # Hybrid's, and add_up sums the ends
+
+    def begin_step(self) -> None:
+        """Begin a step, as PassLoop.begin_step."""
+        self.data.begin_step()
+
+    def part_of(self, batch: Batch) -> Part:
+        """Return the whole batch."""
+        return Part(*batch, first=0)
 
     def finish_step(self) -> None:
         """Finish the gradients, as PassLoop.finish_step; a tied token table's are summed over both
@@ -396,25 +416,6 @@ class StageModel(ModelAxis, PassLoop):
         return sum_in_order(
             self.group, sum_of_squares(p.grad for p in self.weights if self.counts(p))
         )
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return copies of all weights (masters, in mixed precision), whole, on every rank. Cost:
-        one all-gather."""
-        mine = self.data.state_dict()
-        if self.tp is not None:
-            mine = assemble(self.model, mine, self.tp)
-        with self.group.ledger.control():
-            joined = self.group.all_gather(
-                np.concatenate([mine[name].reshape(-1) for name in mine]), algorithm="ring"
-            )
-        whole = {}
-        start = 0
-        for rank in range(self.group.size):
-            for name, shape in self.stages.shapes(self.own_stages(rank)).items():
-                stop = start + math.prod(shape)
-                whole[name] = joined[start:stop].reshape(shape).copy()
-                start = stop
-        return {name: whole[name] for name in self.stages.shapes(range(len(self.layers)))}
 
 
 class StagePass:

@@ -52,8 +52,8 @@ class Scheme:
     """The plain scheme: gradients are sent as they are, by collectives of the given algorithm.
 
     Attributes: name; runs: the buckets, by index
-                errors: ("worker" or "server", index) -> what was not sent, and is added to the next
-                step's gradients: of the bucket, or of the chunk that this rank sums up
+                errors: ("worker" or "server", index) -> the residual, added to the next step's
+                gradients: of the bucket, or of the chunk that this rank sums up
                 private: further arrays that change from step to step, in the gradients' units;
                 counters: numbers, equal on all ranks, as JSON
     """

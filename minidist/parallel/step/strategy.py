@@ -56,8 +56,8 @@ class Strategy(ABC):
     Attributes: model, loss, precision, recorder; parameters: the arguments for the optimizer.
                 asynchronous: each rank makes steps of its own, so the ranks are never at the same
                 step.
-                diverged: the common state, if ranks have weights and state of their own (local
-                steps).
+                diverged: the object that has the common state (steps, common_state, begin_at), if
+                ranks have weights and state of their own (local steps); None: ranks are equal.
                 scheme: the form in which gradients are sent, if the strategy has a choice.
     """
 
@@ -336,8 +336,8 @@ class DataAxis(PassLoop):
     def finish_step(self) -> None:
         """Sum the gradients when all backwards of the step are over, unless one of them was the
         last."""
-        if not self._summed:  # nothing to compute: this only starts the sums (all, in a pipeline)
-            self.backward(None)
+        if not self._summed:  # a last backward with nothing to compute: it makes the sums
+            self.backward(None, last=True)
 
     def conclude(
         self,

@@ -91,7 +91,11 @@ class Unit:
                 self.store.read_ahead(flat)
 
     def start_gather(self) -> None:
-        """Start to gather the weights, unless that has begun: one all-gather per flat."""
+        """Start to gather the weights, unless that has begun: one all-gather per flat.
+
+        With chapter 20's OnDisk it returns when this rank's chunks have been read from the disk
+        (`read_ahead` may have begun that).
+        """
         if self._whole or self._pending:
             return
         for flat in self.flats:

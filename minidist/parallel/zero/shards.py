@@ -52,14 +52,17 @@ from minidist.parallel.step.strategy import Collective, DataAxis
 
 class HybridSharding:
     """The ranks that share a copy with this rank, and those that hold the same shard of other
-    copies.
+    copies. (The paper's hybrid: sharded inside, replicated between. Chapter 17's Hybrid is a
+    strategy.)
 
     Args:    group: all ranks of the data axis; shard: how many neighbours share one copy (None: all
              of them).
              algorithm: of the all-reduce between copies; scheme: how gradients travel, several
              copies': between them.
-    Attributes: shard_group: the ranks that share this rank's copy; copies: how many there are.
-             replica_group: those that hold this rank's shard, one a copy; None where there is one.
+    Attributes: shard_group: the ranks that share this rank's copy of the state. copies: the
+                number of copies; 1 by default, while the weights have a copy on each rank.
+                replica_group: the ranks that hold this rank's shard, one per copy; None if there
+                is one copy.
     Raises:  ConfigError if `shard` does not divide the group.
     """
 
@@ -124,7 +127,7 @@ class HybridSharding:
             self._pending.append(self.scheme.start_all_reduce(index, chunk))
 
     def wait_for_copies(self) -> None:
-        """Wait for the sums over the copies."""
+        """Wait for the sums over the copies of the state."""
         for pending in self._pending:
             pending.wait()
         self._pending = []
@@ -156,8 +159,10 @@ class ShardStore:
         self._runs: dict[Flat, StoredRun] = {}
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
-        """Keep this rank's chunk of a run's weights, (chunk_size,) on the device. Args: name: of
-        the run, for errors and spans; once it is kept, a name of later weights is not used."""
+        """Keep this rank's chunk of a run's weights, (chunk_size,) on the device.
+
+        Args:    name: of the run, for errors and spans; ignored if the run is kept already.
+        """
         if flat in self._runs:
             self._runs[flat].weights = weights
         else:
@@ -275,7 +280,9 @@ class ZeroAxis(DataAxis):
              dtype for all); recorder: is told what runs.
              scheme: how gradients travel (default: as they are; chapter 21). Weights always travel
              as they are.
-    Attributes: parameters: what the optimizer is made of: this rank's pieces; sharing; store.
+    Attributes: parameters: what the optimizer is made of: this rank's pieces; store.
+                sharing: the ranks that share this rank's copy of the state, and the sums of
+                gradients over them (HybridSharding).
                 flats: the runs of parameters that learn; stored: all that are divided.
     """
 

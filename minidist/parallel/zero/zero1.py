@@ -84,7 +84,19 @@ def plain_zero1(
 
 # `Zero1` below adds buckets and overlap at both ends: a bucket's reduce-scatter runs while backward
 # computes the next gradients, and its all-gather while the next forward computes; a weight that is
-# used waits for its own bucket alone.
+# used waits for its own bucket alone. One step, with one copy of the state:
+#   begin_step   forgets the gradients; no message
+#   forward      the first read of a weight waits for its bucket's all-gather, which the previous
+#                update started: ParameterArrivals._arrive (replica.py)
+#   backward     adds gradients into the buckets. In the step's last backward a bucket's last
+#                gradient starts its reduce-scatter: BucketOrder._final, _start_complete
+#                (data/buckets.py), _start_reduce, HybridSharding (shards.py), the
+#                scheme (step/scheme.py), which has the groups from ShardedReplica.__init__
+#                then waits for the sums, each in this rank's chunk of its bucket: _take_sums
+#   finish_step  nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums (several
+#                copies: chapter 16; offload: chapter 20)
+#   conclude     all-gathers the loss; with `clip` also the squares of the norm
+#   update       changes this rank's chunks, then starts an all-gather per bucket (replica.py)
 
 
 class Zero1(ShardedReplica):

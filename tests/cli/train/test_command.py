@@ -376,7 +376,7 @@ def test_what_is_printed(runs: dict[str, Any]) -> None:
             "step 1 of 4",
             "step 4 of 4",
             "tokens/s",
-            "sent a rank",
+            "sent so far",
             "training loss",
             "validation loss",
             "a sample: lines it has not seen",

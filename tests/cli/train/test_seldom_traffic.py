@@ -100,6 +100,16 @@ def test_a_run(
     assert f"16 + 8 + {16 + 8 * momentum} = {40 + 8 * momentum} bytes a parameter" in printed
 
 
+def test_a_line_says_what_was_sent_up_to_its_step(
+    book: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The loss of step 1 is read after step 2, the first that sends."""
+    train(book, tmp_path / "run", "-n", "2", "--local-steps", "2")
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert lines[0].startswith("step 1 of 8") and lines[0].endswith(" 0 B sent so far")
+    assert lines[-1].startswith("step 8 of 8") and " 0 B " not in lines[-1]
+
+
 def test_workers_that_meet_the_server_by_themselves(
     book: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
