@@ -17,6 +17,7 @@ from minidist.comm.group import Group, Pending
 from minidist.simulate.simulate import simulate
 
 MADE = (md.Mesh, md.Plan, md.Trainer)
+STRATEGIES = (md.DDP, md.Zero1, md.Zero2, md.Zero3, md.Pipeline)
 FUNCTIONS = {"init": md.init, "run": md.run, "plan_for": md.plan_for, "simulate": simulate}
 RAISES_NOTHING = {"Plan.as_dict", "Plan.updates", "Pending.done", "Group.tell_step"}
 SECTION = re.compile(
@@ -79,13 +80,14 @@ def complaints(name, function, public=PUBLIC):
 
 
 def test_every_public_function_tells_its_arguments_result_and_errors():
-    names = {*FUNCTIONS, *(cls.__name__ for cls in (*MADE, Group)), "errors"}
+    names = {*FUNCTIONS, *(cls.__name__ for cls in (*MADE, *STRATEGIES, Group, md.Tensor))}
+    names |= {"errors", "nn", "ops", "optim"}
     assert len(PUBLIC) > 50 and set(md.__all__) == names
     wrong = [line for name, function in PUBLIC.items() for line in complaints(name, function)]
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("cls", MADE)
+@pytest.mark.parametrize("cls", [*MADE, *STRATEGIES])
 def test_every_argument_of_a_class_is_told(cls):
     told = sections(inspect.getdoc(cls) or "")
     arguments = told.get("Args", "") + told.get("Attributes", "")

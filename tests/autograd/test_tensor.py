@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.device import account
 from minidist.errors import ConfigError, ShapeError
@@ -88,3 +89,37 @@ def test_parameters_are_counted_as_such():
         assert memory.now["gradients"] == 400
         p.zero_grad()
         assert memory.now["gradients"] == 0
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "exp", "log", "sqrt", "max"])
+def test_a_method_is_the_op_of_its_name(name: str) -> None:
+    numbers = np.array([[0.5, 2.0], [3.0, 0.25]])
+    x, y = tensor(numbers, requires_grad=True), tensor(numbers, requires_grad=True)
+    by_method, by_op = getattr(x, name)(), getattr(ops, name)(y)
+    by_method.sum().backward()
+    by_op.sum().backward()
+    assert np.array_equal(by_method.data, by_op.data) and np.array_equal(x.grad, y.grad)
+
+
+def test_comparisons_are_arrays_without_gradient() -> None:
+    x = tensor(np.array([1.0, 2.0, 3.0]), requires_grad=True)
+    assert (x > 2).tolist() == [False, False, True] and (x >= x).all() and not (x < x).any()
+    assert (x >= 2).tolist() == [False, True, True]
+    ops.where(x > 1, x, 0.0).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [0, 1, 1]
+    assert x == x and len({x, tensor(x.data)}) == 2, "== is the identity: tensors are keys"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("softmax", "write minidist.ops.softmax(x, …)"),
+        ("view", "write x.reshape(…)"),
+        ("T", "write x.transpose()"),
+        ("colour", "a Tensor has no 'colour'"),
+    ],
+)
+def test_a_method_that_is_missing_names_the_op(name: str, says: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(tensor(np.ones(2)), name)
+    assert str(caught.value).endswith(says)

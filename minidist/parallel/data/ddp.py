@@ -104,10 +104,16 @@ class DDP(DataAxis):
     """A replica of a model, kept equal to the others of its group. Its step is PassLoop.start_step
     (step/strategy.py).
 
+        ddp = DDP(model, world)      # any Module with loss(inputs, targets, divisor) -> Tensor
+        optimizer = AdamW(ddp.parameters, lr=1e-3)
+        loss = ddp.step((inputs, targets), optimizer)    # the global batch, equal on every rank
+
     Args:    model: equal on all ranks; its gradients move into buckets. Frozen weights stay as they
              are.
-             group: the ranks that share the batch.
-             loss: of a part of the batch (default: `model.loss`).
+             group: the ranks that share the batch: rank r computes rows r of numpy.array_split.
+             loss: loss(part, divisor) -> Tensor of one number, the sum of the losses of the part's
+             targets over `divisor`; part.inputs and part.targets are this rank's rows, divisor is
+             the number of targets of the global batch (default: `model.loss`).
              bucket_bytes: largest size of a bucket, in bytes.
              algorithm: of the gradients' all-reduce; pinned, so that the same run gives the same
              bits.

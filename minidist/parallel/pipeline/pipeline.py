@@ -83,15 +83,19 @@ def plain_gpipe(
 
 
 class Pipeline(StageModel):
-    """The stages of a GPT that this rank of a group has, and the executor that trains them.
+    """The stages of a model that this rank of a group has, and the executor that trains them.
 
-        strategy = Pipeline(GPT(config), group, make_schedule("1f1b", group.size, 8), seed=0)
-        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+        schedule = make_schedule("1f1b", world.size, 8)     # of pipeline/schedules.py
+        pipeline = Pipeline(GPT(config), world, schedule, seed=0)
+        optimizer = AdamW(pipeline.parameters, lr=1e-3)
+        loss = pipeline.step((inputs, targets), optimizer)  # the global batch, on each rank
+        Pipeline([Front(), Middle(), Back()], world, schedule, seed=0)    # three stages of one's own
 
-    Args:    as StageModel; schedule: checked, for as many ranks as the group has, says how many
-             stages there are.
-    Raises:  ScheduleError if the schedule is another, or PipeDream's; ShardError if the layers do
-             not fit its stages.
+    Args:    model: a GPT, or a list of modules, one for each stage; their weights not yet drawn.
+             group: the ranks; schedule: checked, for as many ranks as the group has, says how many
+             stages there are; seed, options: as StageModel's.
+    Raises:  ScheduleError if the schedule is another, or PipeDream's; ShardError if the layers or
+             modules do not fit its stages.
     """
 
     own_updates = False  # whether each backward ends in an update (pipedream.py)

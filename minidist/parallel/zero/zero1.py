@@ -102,7 +102,19 @@ def plain_zero1(
 class Zero1(ShardedReplica):
     """A replica of a model whose optimizer is divided among the ranks of a group.
 
-    Its gradients move into buckets. Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
+    Its gradients move into buckets.
+
+        zero = Zero1(model, world)      # any Module with loss(inputs, targets, divisor) -> Tensor
+        optimizer = AdamW(zero.parameters, lr=1e-3)
+        loss = zero.step((inputs, targets), optimizer, clip=1.0)    # the global batch, on each rank
+        weights = zero.state_dict()                                 # whole, on each rank
+
+    Args:    model, group, loss, bucket_bytes, algorithm, precision, recorder, scheme: as DDP's.
+             shard: how many neighbours share one copy of the state (default: all); store: where
+             chunks lie (default: on the device).
+    Attributes: parameters: the arguments for the optimizer, this rank's pieces of the weights. The
+                others: as ZeroAxis (zero/shards.py).
+    Raises:  MismatchError if the replicas do not start equal.
     """
 
     name = "ZeRO-1"

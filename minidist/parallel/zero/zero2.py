@@ -109,7 +109,14 @@ def plain_zero2(
 class Zero2(ShardedReplica):
     """A replica of a model whose gradients and optimizer are divided among the ranks of a group.
 
-    Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
+    Used as Zero1, which has an example.
+
+    Args:    model, group, loss, bucket_bytes, algorithm, precision, recorder, scheme: as DDP's.
+             shard: how many neighbours share one copy of the state (default: all); store: where
+             chunks lie (default: on the device).
+    Attributes: parameters: the arguments for the optimizer, this rank's pieces of the weights. The
+                others: as ZeroAxis (zero/shards.py).
+    Raises:  MismatchError if the replicas do not start equal.
     """
 
     name = "ZeRO-2"

@@ -147,7 +147,7 @@ def plain_zero3(
 
 
 class Zero3(ZeroAxis):
-    """A model of which each rank of a group keeps a chunk.
+    """A model of which each rank of a group keeps a chunk. Used as Zero1, which has an example.
 
     Args:    model: weights drawn, equal on all ranks; or not yet drawn, with `seed`: then each rank
              draws its chunks.
@@ -156,7 +156,9 @@ class Zero3(ZeroAxis):
              ahead: the unit at work and those gathered early take at most (1 + ahead) × the
              largest; 0: none early.
              free_after_forward: False: keep a unit until its backward (more memory, less traffic).
-             the others, and Attributes: as ZeroAxis (zero/shards.py).
+             seed, device: of weights that are not yet drawn; group, loss, algorithm, shard,
+             precision, store, recorder: as Zero1's.
+    Attributes: as Zero1's; state_dict() returns the whole weights.
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not
              start equal.
     """
