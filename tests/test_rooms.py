@@ -12,7 +12,7 @@ import pytest
 from imports import ROOT, Import, classes, imports, modules
 
 FLOORS = [
-    ["minidist.__main__"],
+    ["minidist.__main__", "minidist.reference"],
     ["minidist.cli"],
     ["minidist.lessons"],
     ["minidist.bench"],
