@@ -56,7 +56,8 @@ def _command(parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
 def _words(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:
     """Return how an option is written: its names, then its value."""
     if not action.option_strings:
-        return code(formatter._format_args(action, action.metavar or action.dest))
+        usual = action.metavar if isinstance(action.metavar, str) else action.dest
+        return code(formatter._format_args(action, usual))
     names = ", ".join(code(name) for name in action.option_strings)
     if action.nargs == 0:
         return names

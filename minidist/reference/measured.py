@@ -17,6 +17,7 @@ from rich.console import Console
 
 from minidist.bench.command import show_result
 from minidist.cli.storm import storm_lines
+from minidist.reference.headlines import headline
 from minidist.reference.markdown import block, head, page, table
 
 WIDTH = 200
@@ -52,6 +53,15 @@ class Measured:
     def title(self) -> str:
         """Return what was measured."""
         return str(self.values.get("what", "storm"))
+
+    def anchor(self, results: list["Measured"]) -> str:
+        """Return the anchor of its heading on the page of `results`: the second of equal headings
+        has -1."""
+        equal = [
+            each for each in results if (each.title, each.date[:10]) == (self.title, self.date[:10])
+        ]
+        number = equal.index(self)
+        return f"{self.title}-{self.date[:10]}" + (f"-{number}" if number else "")
 
 
 def measured_pages(folder: Path) -> dict[str, str]:
@@ -113,6 +123,18 @@ def _index(by_machine: dict[str, list[Measured]]) -> str:
         link = f"[{machine}]({page_name(machine)}.md)"
         rows.append((link, str(newest["cores"]), results[0].date[:10], what))
     lines += table(["machine", "cores", "newest", "what"], rows)
+    for machine, results in by_machine.items():
+        lines += ["", f"## {machine}"]
+        rows = [
+            (
+                f"[{each.title}]({page_name(machine)}.md#{each.anchor(results)})",
+                each.date[:10],
+                told,
+            )
+            for each in results
+            if (told := headline(each.values))
+        ]
+        lines += table(["what", "date", "in one line"], rows)
     lines += [
         "",
         f"The files of all results, and what was read from each: [results]({UP}/README.md); "

@@ -6,6 +6,7 @@ import re
 import pytest
 from imports import ROOT
 
+from minidist.reference.headlines import headline
 from minidist.reference.measured import measured_pages, notes_by_file, page_name
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,6 +54,19 @@ def test_a_name_with_an_ending_stands_for_files_with_the_same_ending() -> None:
         "| `a-shm-x.json`, `b-…` | `minidist bench VERB` | read |\n| `c.json`, `.png` | x | y |\n"
     )
     assert notes_by_file(text) == {"a-shm-x.json": "read", "b-shm-x.json": "read", "c.json": "y"}
+
+
+def test_a_headline_is_computed_from_the_figures() -> None:
+    seconds = {"2": {"shm": {"1024": 9.0, "1048576": 2.0}, "MPI_X": {"1024": 1.0, "1048576": 3.0}}}
+    told = headline({"what": "all-reduce", "seconds": seconds})
+    assert told == "shm from 1 MiB up 1.50 (2 ranks) times as fast as MPICH"
+    rows = [
+        {"name": "minidist", "ranks": 2, "zero": 3, "step_seconds": 1.0},
+        {"name": "FSDP1", "ranks": 2, "zero": 3, "step_seconds": 3.0},
+        {"name": "FSDP2", "ranks": 2, "zero": 3, "step_seconds": 2.0},
+    ]
+    told = headline({"what": "step", "rows": rows})
+    assert told == "ZeRO-3 on 2: 2.00 times PyTorch's speed"
 
 
 def test_a_planted_result_comes_first_on_a_page_of_its_own(tmp_path) -> None:
