@@ -67,8 +67,8 @@ def _step(values: Values) -> str:
     if "device" in values:
         return ", ".join(f"{row['name']} {row['step_seconds'] * 1e3:.1f} ms" for row in rows)
     parts = []
-    for key in ("zero", "plan"):
-        if rows[0].get(key) is not None:
+    for given, key in (("zero", "zero"), ("plans", "plan")):
+        if values.get(given):
             for value in dict.fromkeys(row[key] for row in rows):
                 parts += _of_section(key, value, [row for row in rows if row[key] == value])
             return "; ".join(parts)

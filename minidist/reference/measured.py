@@ -125,7 +125,7 @@ def _index(by_machine: dict[str, list[Measured]]) -> str:
     lines += table(["machine", "cores", "newest", "what"], rows)
     for machine, results in by_machine.items():
         lines += ["", f"## {machine}"]
-        rows = [
+        in_short = [
             (
                 f"[{each.title}]({page_name(machine)}.md#{each.anchor(results)})",
                 each.date[:10],
@@ -134,7 +134,7 @@ def _index(by_machine: dict[str, list[Measured]]) -> str:
             for each in results
             if (told := headline(each.values))
         ]
-        lines += table(["what", "date", "in one line"], rows)
+        lines += table(["what", "date", "in one line"], in_short)
     lines += [
         "",
         f"The files of all results, and what was read from each: [results]({UP}/README.md); "

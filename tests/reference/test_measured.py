@@ -65,8 +65,15 @@ def test_a_headline_is_computed_from_the_figures() -> None:
         {"name": "FSDP1", "ranks": 2, "zero": 3, "step_seconds": 3.0},
         {"name": "FSDP2", "ranks": 2, "zero": 3, "step_seconds": 2.0},
     ]
-    told = headline({"what": "step", "rows": rows})
+    told = headline({"what": "step", "rows": rows, "zero": [3]})
     assert told == "ZeRO-3 on 2: 2.00 times PyTorch's speed"
+    alone = [
+        {"name": "minidist", "ranks": 2, "zero": 0, "step_seconds": 2.0},
+        {"name": "separate", "ranks": 2, "zero": 0, "step_seconds": 1.0},
+        {"name": "PyTorch", "ranks": 2, "zero": 0, "step_seconds": 3.0},
+    ]
+    told = headline({"what": "step", "rows": alone, "zero": None, "plans": []})
+    assert told == "2 ranks: 1.50 times PyTorch's speed"
 
 
 def test_a_planted_result_comes_first_on_a_page_of_its_own(tmp_path) -> None:
