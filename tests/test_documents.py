@@ -144,11 +144,6 @@ OF_OTHERS = ("pip", "mpirun", "srun", "sbatch", "torchrun", "python", "pytest", 
 SCRIPTS = ("tests/clusters/up.sh", "benchmarks/gpu.sh")
 
 
-def commands_of(name: str) -> list[Command]:
-    found = parts(USERS_BY_NAME[name].read_text(encoding="utf-8"))
-    return [part for part in found if isinstance(part, Command)]
-
-
 def parse(text: str) -> None:
     """Parse each `minidist` command of a line as the command line does."""
     for one in re.split(r" && ", text):
@@ -166,10 +161,14 @@ def parse(text: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_PARTS)
 def test_every_command_can_be_parsed_also_at_small_sizes(name: str) -> None:
-    for command in commands_of(name):
-        parse(command.text)
-        parse(small(command.text))
-        assert command.needs in ("", *NEEDS)
+    for part in parts(USERS_BY_NAME[name].read_text(encoding="utf-8")):
+        if isinstance(part, Command):
+            parse(part.text)
+            parse(small(part.text))
+            assert part.needs in ("", *NEEDS)
+        elif part.name.endswith(".sh"):
+            for line in re.findall(r"^srun .*$", part.text, re.MULTILINE):
+                parse(line)
 
 
 def test_what_is_tested_elsewhere_is_tested_there() -> None:

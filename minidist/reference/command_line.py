@@ -49,7 +49,9 @@ def _command(parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
             yield from table(["option", "what it does"], rows)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for each in action.choices.values():
+            what = {each.dest: each.help for each in action._choices_actions}
+            for name, each in action.choices.items():
+                each.description = each.description or f"{what.get(name) or ''}."
                 yield from _command(each, level + "#")
 
 

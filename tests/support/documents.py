@@ -68,15 +68,15 @@ class File:
 def parts(text: str, *, strict: bool = True) -> list[Command | File]:
     """Return the commands and files of a document, in its order.
 
-    A ```text block behind a command belongs to it. A ```python or ```csv block is a file; its first
-    line names it. Unless `strict`, other blocks are left out; else they are refused.
+    A ```text block behind a command belongs to it. A ```python, ```bash or ```csv block is a file;
+    its first line names it. Unless `strict`, other blocks are left out; else they are refused.
     """
     found: list[Command | File] = []
     for language, body in BLOCK.findall(text):
         if language == "sh":
             found += _commands(body)
-        elif language in ("python", "csv"):
-            name = re.match(r"# ([\w.]+)\n", body)
+        elif language in ("python", "csv", "bash"):
+            name = re.match(r"(?:#!.*\n)?# ([\w.]+)\n", body)
             if name is None and not strict:
                 continue
             assert name, f"the first line of a {language} block names its file: {body[:60]!r}"
