@@ -16,8 +16,9 @@ NEEDS = {
     "two hosts": "pytest -m cluster",
     "Slurm": "pytest -m cluster",
     "root": "pytest -m cluster",
-    "a clone and a network": ".ci/run installs; tests/benchmarks/test_gpu_script.py lists",
-    "a clone": "tests/lessons/test_drawn.py, tests/lessons/test_printed.py",
+    "a clone and a network": ".ci/run installs",
+    "a clone": "tests/lessons/test_drawn.py, tests/lessons/test_printed.py, "
+    "tests/benchmarks/test_gpu_script.py",
     "several minutes": "tests/benchmarks/test_gpu_script.py",
     "a running job": "tests/observe/test_exporter.py, tests/comm/flight/test_dumps.py",
 }
