@@ -34,7 +34,7 @@ class Command:
 
     Attributes: text    as it is typed, on one line
                 remark  the comments above it, and the comment on its line, with " | " between them
-                output  lines that the document shows of what it prints
+                output  lines that the document shows of what it prints; "…" stands for anything
     """
 
     text: str
