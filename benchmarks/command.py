@@ -69,7 +69,7 @@ from minidist.observe.machine import machine
 from minidist.parallel.hybrid.plan import Plan
 from minidist.progress import Progress, progress
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "profile_path", "run", "show_result"]
 
 Result = dict[str, Any]
 
@@ -111,6 +111,28 @@ def run(args: argparse.Namespace) -> int:
     return int(
         getattr(args, "hold", False) and not all(bound["held"] for bound in result["bounds"])
     )
+
+
+LATER_KEYS: Result = {"zero": None, "plans": [], "left_out": []}
+"""What the files of older versions mean where they lack a key."""
+
+
+def show_result(result: Result, console: Console) -> None:
+    """Print the table of a result. Args: result: as measured, or as read from the file of --json."""
+    bench = _BENCHES[result["what"]]
+    bench.show({**LATER_KEYS, **_with_numbers(result)}, console)
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return what was read from JSON, where keys that are numbers have become texts."""
+    if isinstance(value, dict):
+        return {
+            int(key) if isinstance(key, str) and key.isdecimal() else key: _with_numbers(each)
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_with_numbers(each) for each in value]
+    return value
 
 
 # ---------------------------------------------------------------- collectives

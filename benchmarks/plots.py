@@ -103,7 +103,7 @@ def draw_overlap_step(path: Path, result: dict[str, Any]) -> None:
     With --why it draws a step of all ranks, and its critical path.
     """
     rows = result["rows"]
-    if rows[0]["why"] is not None:
+    if rows[0].get("why") is not None:
         draw_paths(
             path,
             {f"{row['name']}: {1e3 * row['why']['seconds']:.1f} ms": row["why"] for row in rows},

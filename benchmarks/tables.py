@@ -123,11 +123,11 @@ def show_overlap_step(result: dict[str, Any], console: Console) -> None:
             style="dim",
         )
     for row in result["rows"]:
-        if row["why"] is not None:
+        if row.get("why") is not None:
             console.print(f"\n{row['name']}: {headline(row['why'])}", markup=False, soft_wrap=True)
             console.print(why_table(row["why"]))
             console.print(causes_line(row["why"]), markup=False, soft_wrap=True)
-    if any(row["what_if"] for row in result["rows"]):
+    if any(row.get("what_if") for row in result["rows"]):
         _show_what_if(result, console)
 
 

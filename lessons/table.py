@@ -1,8 +1,8 @@
-"""The tables of lessons in README.md and lessons/README.md, made from the heads of the stories.
+"""The list of lessons in README.md and the table in lessons/README.md, made from the heads of the stories.
 
     python -m minidist.lessons.table      # write both again
 
-A test fails where a table and a head differ.
+A test fails where a list or a table and a head differ.
 """
 
 from minidist import lessons
@@ -14,14 +14,12 @@ BEGIN = "<!-- made by: python -m minidist.lessons.table -->"
 END = "<!-- end -->"
 
 
-def short_table(there: list[Lesson]) -> list[str]:
-    """Return the table of README.md: each lesson with the first of its modules."""
-    rows = ["| lesson | chapter | module |", "| --- | --- | --- |"]
+def short_list(there: list[Lesson]) -> list[str]:
+    """Return the list of README.md: number and title of each lesson, a line per lesson."""
+    rows = []
     for lesson in there:
-        story = f"[{lesson.number}](lessons/{lesson.folder.name}/README.md)"
-        module = lesson.modules[0]
-        link = f"[{module.removeprefix('minidist/')}]({module})"
-        rows.append(f"| {story} | {lesson.title} | {link} |")
+        title = lesson.title.split(" (")[0]
+        rows.append(f"- [{lesson.number}](lessons/{lesson.folder.name}/README.md) {title}")
     return rows
 
 
@@ -30,13 +28,13 @@ def long_table(there: list[Lesson]) -> list[str]:
     rows = ["| lesson | chapter | notes | modules |", "| --- | --- | --- | --- |"]
     for lesson in there:
         story = f"[{lesson.number}]({lesson.folder.name}/README.md)"
-        modules = ", ".join(f"`{module}`" for module in lesson.modules)
+        modules = ", ".join(f"[`{module}`](../{module})" for module in lesson.modules)
         rows.append(f"| {story} | {lesson.title} | {lesson.notes} | {modules} |")
     return rows
 
 
-TABLES = {ROOT / "README.md": short_table, lessons.FOLDER / "README.md": long_table}
-"""{document: the function that makes its table}."""
+TABLES = {ROOT / "README.md": short_list, lessons.FOLDER / "README.md": long_table}
+"""{document: the function that makes its list or table}."""
 
 
 def renewed(text: str, table: list[str]) -> str:

@@ -150,6 +150,17 @@ def _parser(command: str | None, module: ModuleType | None) -> argparse.Argument
     return parser
 
 
+def parser_for(command: str) -> argparse.ArgumentParser:
+    """Return the parser of one command alone, with its options and description."""
+    from minidist.console import Parser
+
+    module = importlib.import_module(MODULES.get(command, f"minidist.cli.{command}"))
+    story = (module.__doc__ or COMMANDS[command]).split("\n\n")[0]
+    parser = Parser(prog=f"minidist {command}", description=story)
+    module.add_arguments(parser)
+    return parser
+
+
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
     """Return a formatter with room for the longest command: argparse counts its letters, but not
     its indentation."""

@@ -452,6 +452,35 @@ def _spread(values: list[float]) -> str:
     )
 
 
+def storm_lines(figures: dict[str, Any]) -> list[str]:
+    """Return the figures of a storm as lines, without the list of its faults."""
+    lines = [
+        f"{plural(figures['faults'], 'fault')}, {figures['recovered']} survived; the training of "
+        f"{figures['steps']:,} steps ended with status {figures['exit_status']}"
+    ]
+    after = figures["seconds"]
+    full = figures["full_seconds"]
+    rows = [(kind, after[kind], full.get(kind, [])) for kind in sorted(after)]
+    for kind, values, later in (
+        [*rows, ("all", sum(after.values(), []), sum(full.values(), []))] if rows else []
+    ):
+        lines.append(
+            f"  {kind:<8} {len(values):>4} times; to the next step that counts: "
+            f"{_spread(values)}; to full strength: {_spread(later)}"
+        )
+    if figures["kept"] is not None and figures["participation"] is not None:
+        lines.append(
+            f"steps kept {figures['kept']:.2%}, ranks that took part {figures['participation']:.1%}"
+            + (
+                f", speed {figures['calm_rate']:.0%} of that between the faults"
+                if figures.get("calm_rate")
+                else ""
+            )
+            + (f", {figures['rate']:.0%} of an undisturbed run's" if figures["rate"] else "")
+        )
+    return lines
+
+
 def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
     console = Console(highlight=False)
 
@@ -469,30 +498,8 @@ def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
             f"{fault['kind']:<9} {fault.get('rank', '-'):>5} {seconds(fault['seconds']):>18} "
             f"{seconds(fault['full_seconds']):>15} {fault['again']:>18}{note}"
         )
-    say(
-        f"{plural(figures['faults'], 'fault')}, {figures['recovered']} survived; the training of "
-        f"{figures['steps']:,} steps ended with status {figures['exit_status']}"
-    )
-    after = figures["seconds"]
-    full = figures["full_seconds"]
-    rows = [(kind, after[kind], full.get(kind, [])) for kind in sorted(after)]
-    for kind, values, later in (
-        [*rows, ("all", sum(after.values(), []), sum(full.values(), []))] if rows else []
-    ):
-        say(
-            f"  {kind:<8} {len(values):>4} times; to the next step that counts: "
-            f"{_spread(values)}; to full strength: {_spread(later)}"
-        )
-    if figures["kept"] is not None and figures["participation"] is not None:
-        say(
-            f"steps kept {figures['kept']:.2%}, ranks that took part {figures['participation']:.1%}"
-            + (
-                f", speed {figures['calm_rate']:.0%} of that between the faults"
-                if figures.get("calm_rate")
-                else ""
-            )
-            + (f", {figures['rate']:.0%} of an undisturbed run's" if figures["rate"] else "")
-        )
+    for line in storm_lines(figures):
+        say(line)
     words = {
         "equal": "losses and weights have the bits of the undisturbed run",
         "differ": "losses or weights DIFFER from the undisturbed run, and the plan was the same",

@@ -37,7 +37,7 @@ def sources() -> list[Path]:
     ]
     return [
         path
-        for path in [ROOT / "README.md", *paths]
+        for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *paths]
         if path.suffix in (".md", ".py") and path.name != "NOTES.md"
     ]
 

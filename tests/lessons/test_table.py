@@ -35,9 +35,9 @@ def test_a_table_is_made_from_the_heads(document: Path) -> None:
 @pytest.mark.parametrize(
     ("now", "stale"),
     [
-        ("data/ddp.py", "data/ddp_old.py"),
         ("no rank in the middle", "nobody in the middle"),
-        ("| [26](", "| [27]("),
+        ("[26](", "[27]("),
+        ("20_offload/README.md", "20_disk/README.md"),
     ],
 )
 def test_a_stale_cell_is_found_and_put_right(document: Path, now: str, stale: str) -> None:
@@ -47,6 +47,14 @@ def test_a_stale_cell_is_found_and_put_right(document: Path, now: str, stale: st
     assert planted != text
     assert renewed(planted, table) != planted
     assert renewed(planted, table) == text
+
+
+def test_a_stale_module_is_found_in_the_table_of_the_lessons() -> None:
+    document = lessons.FOLDER / "README.md"
+    text = document.read_text(encoding="utf-8")
+    planted = text.replace("data/ddp.py", "data/ddp_old.py", 1)
+    assert planted != text
+    assert renewed(planted, TABLES[document](LESSONS)) == text
 
 
 @each_lesson
