@@ -26,7 +26,8 @@ from minidist.comm.collectives.naive import in_workspace
 
 
 def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Parts of one shape, part d for rank d; returns the parts for this rank, by source."""
+    """Exchange parts of one shape; part d is for rank d. Return the parts for this rank, by
+    source."""
     # by how far they have to go
     slots = [parts[(group.rank + far) % group.size] for far in range(group.size)]
     jump = 1

@@ -52,7 +52,7 @@ def plain_all_gather(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
 
 
 def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over the ranks, on every rank: the two halves, one after the other."""
+    """Return the sum of x (n,) over the ranks, on every rank: reduce-scatter, then all-gather."""
     chunks = np.array_split(x.copy(), group.size)
     plain_reduce_scatter(group, chunks)
     plain_all_gather(group, chunks)
