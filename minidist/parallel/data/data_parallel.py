@@ -73,8 +73,8 @@ from minidist.parallel.step.strategy import Strategy
 def plain_data_parallel(
     replicas: Sequence[Module], optimizer: Optimizer, batches: Iterable[Batch]
 ) -> float:
-    """DP on devices that work one after the other: replicas[0] learns, the others are overwritten
-    in every step."""
+    """Train by DP on devices that work one after the other: replicas[0] learns, the others are
+    overwritten in every step. Return the last loss."""
     for inputs, targets in batches:
         parts = np.array_split(inputs, len(replicas))  # DP 1: rows for each device
         for replica in replicas[1:]:
