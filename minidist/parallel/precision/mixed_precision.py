@@ -72,8 +72,10 @@ def plain_mixed_precision(
     batches: Iterable[Batch],
     scale: float,
 ) -> None:
-    """Mixed precision on one process; `masters`: a float32 Parameter for each of the model's of low
-    precision."""
+    """Train in mixed precision on one process.
+
+    `masters` has one float32 Parameter for each low-precision Parameter of the model.
+    """
     for inputs, targets in batches:
         for p, master in zip(model.parameters(), masters, strict=True):
             p.data[...] = master.data  # 2 half the bytes: here numbers are rounded
