@@ -59,8 +59,8 @@ from minidist.parallel.step.step import Batch, Part, micro_parts
 def plain_gpipe(
     stage: Callable[[Any, Array, int], Tensor], group: Group, micros: Iterable[Batch], divisor: int
 ) -> None:
-    """One step of GPipe, without a schedule and without overlap; stage(x, targets, divisor) as in
-    chapter 10."""
+    """Run one step of GPipe without a schedule and without overlap; stage(x, targets, divisor) is
+    as in chapter 10."""
     first = group.rank == 0
     last = group.rank == group.size - 1
     kept = []
