@@ -80,7 +80,8 @@ from minidist.parallel.context.token_shard import zigzag as zigzag
 
 
 def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: Group) -> Array:
-    """Ring attention, forward, of one head: (own, D) three times, positions (own,) -> (own, D)."""
+    """Return ring attention's forward of one head: (own, D) three times, positions (own,) -> (own,
+    D)."""
     next_rank = (group.rank + 1) % group.size
     prev_rank = (group.rank - 1) % group.size
     # seen: where these keys stand

@@ -70,8 +70,8 @@ from minidist.parallel.context.token_shard import (
 def plain_window_attention(
     q: Array, k: Array, v: Array, positions: Array, length: int, window: int, group: Group
 ) -> Array:
-    """Attention of one head to the last `window` tokens: (own, D) three times, positions (own,) ->
-    (own, D)."""
+    """Return attention of one head to the last `window` tokens: (own, D) three times, positions
+    (own,) -> (own, D)."""
     keys = [k]
     values = [v]
     places = [positions]

@@ -52,8 +52,8 @@ from minidist.parallel.context.token_shard import OwnTokens, TokenShardAttention
 
 
 def plain_ulysses(q: Array, k: Array, v: Array, group: Group) -> Array:
-    """Causal attention by two swaps: (own, H, D) three times -> (own, H, D); rank r has run r of
-    the tokens."""
+    """Return causal attention by two swaps: (own, H, D) three times -> (own, H, D); rank r has run
+    r of the tokens."""
     # own tokens, all heads
     came = [group.all_to_all(np.array_split(x, group.size, axis=1)) for x in (q, k, v)]
     q, k, v = (np.concatenate(parts) for parts in came)  # all tokens, own heads
