@@ -62,8 +62,8 @@ def plain_zero1(
     group: Group,
     batches: Iterable[Batch],
 ) -> None:
-    """ZeRO-1 without buckets and without overlap; the batches are global, the numbers those of
-    N4:297."""
+    """Train by ZeRO-1 without buckets and without overlap; batches are global, the numbers are
+    those of N4:297."""
     flat = Flat(list(model.parameters()), group)  # all weights; one chunk is mine
     weights = flat.join()
     mine = np.zeros(flat.chunk_size, flat.dtype)
