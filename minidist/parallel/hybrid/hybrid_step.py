@@ -102,8 +102,8 @@ def plain_hybrid(
     down: Array,
     lr: float,
 ) -> None:
-    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns
-    and rows.
+    """Run one step of SGD on dp × pp × tp ranks, in place: one MLP per stage; a rank has some of
+    its columns and rows.
 
     The numbers are those of N0:452.
     """
