@@ -65,7 +65,8 @@ from minidist.parallel.step.model_axis import ModelAxis
 def plain_experts(
     x: Array, chosen: Array, weight: Array, my_expert: Callable[[Array], Array], group: Group
 ) -> Array:
-    """One expert a rank, one expert a token: rows x (N, h), chosen (N,), weight (N,) -> (N, h)."""
+    """Run one expert per rank, one expert per token: rows x (N, h), chosen (N,), weight (N,) -> (N,
+    h)."""
     order = np.argsort(chosen, kind="stable")  # rows by expert
     ends = np.cumsum(np.bincount(chosen, minlength=group.size))
     came = group.all_to_all(np.split(x[order], ends[:-1]))  # they go to their experts

@@ -59,8 +59,8 @@ from minidist.parallel.experts.split_experts import SplitExperts
 def plain_node_experts(
     x: Array, weights: Array, my_expert: Callable[[Array], Array], across: Group, inside: Group
 ) -> Array:
-    """Nodes of equal size, one expert a rank: rows x (N, h), weights (N, ranks), 0 if not chosen ->
-    (N, h).
+    """Run one expert per rank on nodes of equal size: rows x (N, h), weights (N, ranks), 0 if not
+    chosen -> (N, h).
 
     Args:    across: the ranks with this one's place on each node; inside: the ranks of this node.
     """
