@@ -66,8 +66,8 @@ class Way(NamedTuple):
 
 
 def plain_knapsack(blocks: Sequence[Mapping[str, Way]], limit: int) -> list[str] | None:
-    """The way of each block with the fewest seconds in all, of those with at most `limit` bytes;
-    None: none fits."""
+    """Return the way of each block with the fewest seconds in all, among those with at most `limit`
+    bytes; None if none fits."""
     front: dict[int, tuple[float, list[str]]] = {0: (0.0, [])}  # bytes -> seconds, ways
     for block in blocks:
         found: dict[int, tuple[float, list[str]]] = {}

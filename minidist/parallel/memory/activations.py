@@ -55,7 +55,7 @@ from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 
 
 def plain_recompute(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor, dy: Array) -> Array:
-    """Forward and backward through blocks that keep their inputs alone; returns the gradient of
+    """Run forward and backward through blocks that keep only their inputs; return the gradient of
     x."""
     kept = []
     with no_grad():  # forward: nothing stays on the tape
