@@ -90,8 +90,10 @@ from minidist.parallel.zero.shards import ShardStore
 def plain_offload(
     model: GPT, optimizer: Optimizer, batches: Iterable[Batch], host: Sequence[Parameter]
 ) -> float:
-    """ZeRO-Offload on one process: the optimizer is made of `host`, copies of the weights; returns
-    the last loss."""
+    """Train by ZeRO-Offload on one process; return the last loss.
+
+    The optimizer updates `host`, copies of the weights.
+    """
     for inputs, targets in batches:
         loss = model.loss(inputs, targets, divisor=targets.size)
         loss.backward()
