@@ -73,7 +73,8 @@ from minidist.reading import visible
 
 
 def plain_save(group: Group, chunk: np.ndarray, size: int, folder: Path) -> None:
-    """Write a vector of `size` numbers, of which each rank has its chunk; the manifest last."""
+    """Write a vector of `size` numbers; each rank has and writes its chunk; the manifest is written
+    last."""
     file = folder / f"{group.rank}.bin"
     chunk.tofile(file)
     digest = np.frombuffer(hashlib.sha256(file.read_bytes()).digest(), np.uint8)
@@ -86,8 +87,8 @@ def plain_save(group: Group, chunk: np.ndarray, size: int, folder: Path) -> None
 
 
 def plain_load(group: Group, folder: Path) -> np.ndarray:
-    """This rank's chunk of the vector; the group may have another size than the one that wrote
-    it."""
+    """Return this rank's chunk of the vector; the group may have another size than the group that
+    wrote it."""
     manifest = json.loads((folder / "manifest.json").read_text())
     old, new = (bounds(manifest["size"], ranks) for ranks in (len(manifest["sha256"]), group.size))
     start = new[group.rank]
