@@ -31,7 +31,7 @@ def identify(environ):
             size=int(environ["WORLD_SIZE"]),
             local_rank=int(environ["LOCAL_RANK"]),
             node_rank=hole(
-                2, "torchrun: which machine? its workers are not told under the name NODE_RANK"
+                2, "torchrun: which machine? its workers do not get it under the name NODE_RANK"
             ),
         )
     if "OMPI_COMM_WORLD_RANK" in environ:  # Open MPI's mpirun
@@ -42,7 +42,7 @@ def identify(environ):
             size=int(environ["OMPI_COMM_WORLD_SIZE"]),
             local_rank=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
             node_rank=hole(
-                3, "Open MPI tells no number of the machine: compute it from rank and local_size"
+                3, "Open MPI sets no number of the machine: compute it from rank and local_size"
             ),
         )
     if "PMI_RANK" in environ:  # MPICH's mpirun

@@ -40,7 +40,9 @@ def plain_broadcast(group, x, root):
                 x, dst=hole(3, "which rank is at that place? (section 2.2)", place, distance)
             )
         elif distance <= place < 2 * distance:
-            x = group.recv(src=hole(4, "which rank tells this one? (section 2.2)", place, distance))
+            x = group.recv(
+                src=hole(4, "which rank sends to this one? (section 2.2)", place, distance)
+            )
         distance *= 2
     return x
 
@@ -59,7 +61,7 @@ def plain_all_to_all(group, parts):
     received = list(parts)  # the own part stays where it is
     for step in range(1, group.size):
         dst = hole(5, "to which rank does this one send in this step? (section 2.5)", step)
-        src = hole(6, "and from which does it hear? (section 2.5)", step)
+        src = hole(6, "and from which rank does this one receive? (section 2.5)", step)
         received[src] = group.exchange(parts[dst], dst=dst, src=src)
     return received
 
@@ -77,7 +79,7 @@ def barrier(group):
     nothing = np.empty(0)
     distance = 1
     while hole(
-        7, "while may there be a rank that this one has not heard of? (section 2.6)", distance
+        7, "while may there be a rank that this rank knows nothing of yet? (section 2.6)", distance
     ):
         group.exchange(
             nothing,

@@ -50,7 +50,7 @@ def machine(rank, nodes):
 
 def leaders(nodes):
     """Return the first rank of each machine, in order."""
-    return hole(4, "one rank of each node: where it first stands (section 4)", nodes)
+    return hole(4, "the first rank of each node (section 4)", nodes)
 
 
 def plain_all_reduce(node, leaders, x):

@@ -34,7 +34,7 @@ def plain_data_parallel(replicas, optimizer, batches):
             ):
                 hole(
                     2,
-                    "DP 2: copied has an array of its own; what has to stand in it? (section 2)",
+                    "DP 2: copied has its own array; which numbers must it hold? (section 2)",
                     original,
                     copied,
                 )

@@ -123,6 +123,6 @@ def train(model, optimizer, synchronizer, epochs):
         hole(
             6,
             "plain_ddp's steps 3 to 6 with local_loss and synchronizer.finish, for every batch "
-            "in batches; at which place does finish stand? (sections 2 and 5)",
+            "in batches; where must finish be called? (sections 2 and 5)",
             batches,
         )

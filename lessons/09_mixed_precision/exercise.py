@@ -22,7 +22,8 @@ def plain_mixed_precision(model, masters, optimizer, batches, scale):
         for p, master in zip(model.parameters(), masters, strict=True):
             hole(
                 1,
-                "2 weights of half the bytes: what stands in p.data as forward begins? (section 2)",
+                "2 weights of half the bytes: what must p.data hold when forward begins? (section "
+                "2)",
                 p,
                 master,
             )

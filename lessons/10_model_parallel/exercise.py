@@ -36,7 +36,7 @@ def plain_model_parallel(layers, group, inputs, targets, divisor):
     x = (
         inputs
         if first
-        else hole(2, "what comes from the rank before, as the start of a tape of this rank's own")
+        else hole(2, "what arrives from the previous rank, as the start of this rank's own tape")
     )
     y = layers(x, targets, divisor)  # the last: the loss
     if not last:

@@ -24,7 +24,9 @@ def tokens_of(length, rank, ranks):
 def multiplied(query_block, key_block):
     """Return whether queries of one block attend to any keys of another block, or of the same:
     causal."""
-    return hole(2, "which of the two must not lie ahead of the other?", query_block, key_block)
+    return hole(
+        2, "which of the two blocks must not be later than the other?", query_block, key_block
+    )
 
 
 def plain_ring_attention(q, k, v, positions, group):
@@ -58,7 +60,7 @@ def plain_ring_attention(q, k, v, positions, group):
 def positions_for_rotary(length, rank, ranks):
     """Return the positions that `rotary` gets with a rank's queries and keys: (own,) integers."""
     return hole(
-        7, "the angle between a query and a key tells how far apart they are in the whole sequence"
+        7, "the angle between a query and a key depends on their distance in the whole sequence"
     )
 
 
@@ -66,5 +68,7 @@ def blocks_sent(ranks):
     """Return how much a rank sends for attention (forward, backward), in blocks of its own tokens'
     keys, or values: section 4."""
     forward = hole(8, "keys and values: how many hops?", ranks)
-    backward = hole(9, "the same again, and their gradients, which must also come home", ranks)
+    backward = hole(
+        9, "the same again, and their gradients, which must also return to their rank", ranks
+    )
     return forward, backward

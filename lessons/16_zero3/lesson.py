@@ -258,7 +258,7 @@ def hybrid_table(group: Group, page: Page) -> None:
 
 
 def forget_to_free() -> None:
-    """Keep units after their forward: one more in every run."""
+    """Keep 0, 2 and 8 units in memory after their forward; show the peaks."""
 
     def peak(group: Group, forgotten: int) -> int:
         with account.use(account.MemoryAccount()) as seen:

@@ -55,7 +55,7 @@ def plain_experts(x, chosen, weight, my_expert, group):
     ends = np.cumsum([len(rows) for rows in came])
     back = group.all_to_all(np.split(results, ends[:-1]))  # and return
     y = np.empty_like(x)
-    hole(6, "put the rows that came back where their tokens stand in y (section 1)", y, order, back)
+    hole(6, "put the rows that returned at their tokens' places in y (section 1)", y, order, back)
     return weight[:, None] * y
 
 

@@ -22,10 +22,15 @@ def plain_offload(model, optimizer, batches, host):
         loss = model.loss(inputs, targets, divisor=targets.size)
         loss.backward()
         for p, h in zip(model.parameters(), host, strict=True):
-            hole(1, "the gradient goes down, a copy of it; and then? (section 1)", p, h)
+            hole(1, "a copy of the gradient goes to the host; and then? (section 1)", p, h)
         optimizer.step()  # Adam on the host, where m and v are
         for p, h in zip(model.parameters(), host, strict=True):
-            hole(2, "what comes up, into an array that stays where it is? (section 1)", p, h)
+            hole(
+                2,
+                "what moves to the device, into an array that stays where it is? (section 1)",
+                p,
+                h,
+            )
     return float(loss.item())
 
 
@@ -51,7 +56,8 @@ def moved_with_the_host(parameters, itemsize, passes):
     """Return {"device to host": ..., "host to device": ...}: bytes per step for `passes` backward
     passes (section 3)."""
     return hole(
-        5, "a dict: gradients go down after each backward, weights come up after the update"
+        5,
+        "a dict: gradients move to the host after each backward, weights to the device after the update",
     )
 
 

@@ -65,7 +65,7 @@ def plain_diloco(model, inner, group, batches, every, *, lr=0.7, momentum=0.9):
         model.loss(part.inputs, part.targets, divisor=part.targets.size).backward()
         inner.step()
         inner.zero_grad()
-        if hole(7, "true, if the ranks do not meet after this step", step, every):
+        if hole(7, "true, if the ranks do not exchange weights after this step", step, every):
             continue
         share = len(part.inputs) / len(inputs)
         for p, weights, speed in zip(model.parameters(), common, speeds, strict=True):
@@ -78,7 +78,7 @@ def plain_diloco(model, inner, group, batches, every, *, lr=0.7, momentum=0.9):
             weights -= hole(
                 9, "Nesterov's step: look ahead (section 5)", lr, gradient, momentum, speed
             )
-            hole(10, "where this rank goes on from", p, weights)
+            hole(10, "the weights from which this rank continues", p, weights)
 
 
 def largest_density(ranks, itemsize=4):

@@ -88,7 +88,11 @@ def barriers():
 def sectors(stride):
     """Return how many 32-byte sectors one load of a warp touches if lane i reads float number
     stride * i; stride is 0 or more."""
-    return hole(5, "how many sectors do 32 floats touch that lie stride floats apart?", stride)
+    return hole(
+        5,
+        "how many sectors do 32 floats touch if consecutive ones are stride floats from each other?",
+        stride,
+    )
 
 
 ROW_SUMS = """

@@ -73,7 +73,9 @@ def causes(waited, asked, came, begin):
     slower = min(waited, hole(7, "by how much did another rank hold the call up?", asked, came))
     busy = min(
         waited - slower,
-        hole(8, "all had come; how long did it stand in the queue of the link?", came, begin),
+        hole(
+            8, "all ranks had arrived; how long was the call in the queue of the link?", came, begin
+        ),
     )
     return {"slower rank": slower, "link busy": busy, "late bucket": waited - slower - busy}
 
@@ -91,7 +93,8 @@ def soonest_needed_first(came, seconds, urgency):
         now = max(now, min(came[call] for call in left))
         chosen = hole(
             9,
-            "which call of `left` has the link now? Those that have not come cannot go (section 6)",
+            "which call of `left` has the link now? Calls that are not yet asked for cannot run "
+            "(section 6)",
             now,
         )
         ends[chosen] = now = now + seconds[chosen]

@@ -33,8 +33,8 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
             group = (rank, group[call.peer]) if call.verb == "send" else (group[call.peer], rank)
             comers = hole(
                 1,
-                "a message does not wait for its receiver: which ranks of the pair have to "
-                "come before it begins?",
+                "a message does not wait for its receiver: which ranks of the pair must arrive "
+                "before it begins?",
                 group,
             )
             call = call._replace(peer=1)
@@ -45,8 +45,8 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
             if len(came[way, count[way]]) == len(comers):
                 begin = hole(
                     2,
-                    "all have come; when does the call begin? The one before it in its group "
-                    "may still run, or there was none",
+                    "all ranks have arrived; when does the call begin? The previous call of its "
+                    "group may still run, or there was none",
                     ended,
                     came[way, count[way]],
                 )
@@ -67,7 +67,7 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
                     yield
                 now = hole(
                     4,
-                    "the call has ended; when does the rank go on?",
+                    "the call has ended; when does the rank continue?",
                     now,
                     ended[started[event.id]],
                 )

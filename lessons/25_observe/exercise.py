@@ -30,11 +30,11 @@ def plain_waited_for(arrivals, share=0.2, most=0.5):
     ordered = np.sort(arrivals, axis=1)
     step = np.median(np.diff(ordered[:, -1]))  # seconds
     delay = hole(
-        2, "for how long does the last rank alone hold up the others, in each step?", ordered
+        2, "for how long does only the last rank hold up the others, in each step?", ordered
     )
     last = hole(
         3,
-        "in each step held up by more than its share: which rank came last?",
+        "in each step held up by more than its share: which rank arrived last?",
         arrivals,
         delay,
         share * step,
