@@ -289,7 +289,7 @@ def one_rank_dies() -> None:
 
 
 BREAKS = {
-    "rank-in-program": Break(rank_in_program, says="rank 1 did not come"),
+    "rank-in-program": Break(rank_in_program, says="rank 1 did not join"),
     "no-import-os": Break(no_import_os, says="name 'os' is not defined"),
     "missing-variable": Break(missing_variable, says="WORLD_SIZE is missing", error=LaunchError),
     "two-launchers": Break(

@@ -384,7 +384,9 @@ def odd_one_out() -> None:
 
 
 BREAKS = {
-    "send-first": Break(send_first, says="no rank can go on: 0 waits for 1", error=DeadlockError),
+    "send-first": Break(
+        send_first, says="no rank can continue: 0 waits for 1", error=DeadlockError
+    ),
     "whole-tensors": Break(
         whole_tensors,
         says="each rank sent 56000 bytes; a ring of chunks sends 14000",

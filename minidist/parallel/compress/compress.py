@@ -136,7 +136,7 @@ def _options(text: str, rest: str, make: Callable[..., Scheme]) -> dict[str, Any
         if option not in known or not equals:
             takes = f"takes {', '.join(known)}" if known else "takes none"
             raise ConfigError(
-                f"compress {text!r}: {pair!r} is no option=value; {text.partition(':')[0]} {takes}"
+                f"compress {text!r}: {pair!r} is not option=value; {text.partition(':')[0]} {takes}"
             )
         options[option] = _value(text, option, value, known[option])
     return options

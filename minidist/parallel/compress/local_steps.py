@@ -170,8 +170,8 @@ class LocalSteps(Strategy):
     ) -> None:
         if every < 1 or every % fragments:
             raise ConfigError(
-                f"local steps {every}, fragments {fragments}: each fragment travels once in so "
-                "many steps; take a whole number of steps for each, as "
+                f"local steps {every}, fragments {fragments}: each fragment is sent once in "
+                f"{every} steps; choose steps that fragments divides, as "
                 f"{max(1, every // fragments)} × {fragments}"
             )
         self.model = model
@@ -185,8 +185,8 @@ class LocalSteps(Strategy):
         self.weights = self.parameters = trainable(model.parameters())
         if len({p.dtype for p in self.weights}) > 1:
             raise ConfigError(
-                "local steps: weights of several dtypes do not fit in one vector; give all one "
-                "dtype"
+                "local steps: weights of several dtypes do not fit in one vector; give all "
+                "weights one dtype"
             )
         self.own = join(self.weights)
         settle_in_vector(self.weights)

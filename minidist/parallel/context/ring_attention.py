@@ -187,8 +187,8 @@ def ring_attention(
     if q.shape[2] != own:
         raise ShapeError(
             f"ring_attention: {group.axis} rank {group.rank} of {group.size} has {q.shape[2]} "
-            f"tokens, but of a sequence of {length} it should have {own}; cut it as "
-            "zigzag(length, rank, size) says"
+            f"tokens, but of a sequence of {length} it should have {own}; cut the sequence by "
+            "zigzag(length, rank, size)"
         )
     fused = fits_kernel(q)
     scaled = q if fused else scaled_queries(q)
@@ -253,8 +253,8 @@ class RingSelfAttention(TokenShardAttention):
         if self.pattern is not None:
             raise ConfigError(
                 "ring_attention: the model has the attention pattern "
-                f"{shown_pattern(self.pattern)}, and keys would go where no query sees them; cut "
-                "it by sparse_ring_attention.py"
+                f"{shown_pattern(self.pattern)}, and the ring would send keys to ranks where no "
+                "query sees them; use sparse_ring_attention.py"
             )
         self.own = partial(zigzag, rank=group.rank, size=group.size)
 

@@ -111,7 +111,7 @@ def attend_by_heads(model: GPT, group: Group) -> OwnTokens:
             raise PlanError(
                 f"all-to-all attention over {group.axis}={group.size} ranks: {heads} heads leave "
                 f"a rank without any; choose 1 to {heads} ranks, or at least {group.size} heads, "
-                "or ring attention, which takes any number of ranks"
+                "or ring attention, which runs on any number of ranks"
             )
         block.attention = UlyssesSelfAttention(block.attention, group)
     return partial(shard_of, group=group)

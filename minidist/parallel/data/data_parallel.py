@@ -206,7 +206,8 @@ class DataParallel(Strategy):
         if replicas < 1 or len(recorders) not in (0, replicas) or len(gpus) not in (0, replicas):
             raise ConfigError(
                 f"DataParallel: {replicas} replicas, {len(recorders)} recorders and {len(gpus)} "
-                "GPUs; take at least one replica, and a recorder or a GPU for each or none"
+                "GPUs; give at least one replica, and as many recorders and GPUs as replicas, or "
+                "none"
             )
         self.model = model
         self.forward = forward
@@ -314,7 +315,7 @@ class DataParallel(Strategy):
             micro for micro in micro_parts(Part(*batch, first=0), accumulate) if len(micro.inputs)
         ]
         if not micros:
-            raise ConfigError("DataParallel.step: the batch has no row; give it at least one")
+            raise ConfigError("DataParallel.step: the batch has no row; pass at least one")
         threads = [
             threading.Thread(
                 target=self._replica,

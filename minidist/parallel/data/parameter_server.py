@@ -151,7 +151,7 @@ class ParameterServer(Strategy):
         if self.workers < 1:
             raise ConfigError(
                 f"{servers} parameter servers in a job of {group.size} ranks leave no worker; "
-                "start more ranks, or take fewer servers"
+                "start more ranks, or use fewer servers"
             )
         self.masters_apart = server_dtype is not None
         self.serves = group.rank >= self.workers
@@ -370,7 +370,7 @@ class ParameterServer(Strategy):
             if error.world_rank not in ranks:
                 raise
             raise PeerLostError(
-                f"parameter server {ranks.index(error.world_rank)} of {self.servers} is lost, "
-                f"and with it its keys: {error}",
+                f"parameter server {ranks.index(error.world_rank)} of {self.servers} is lost, and "
+                f"its keys with it: {error}",
                 error.world_rank,
             ) from error

@@ -102,8 +102,8 @@ def expert_parallel(model: GPT, group: Group, *, once_a_node: bool = True) -> GP
         )
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
         raise ConfigError(
-            "expert parallelism: the model's weights are drawn already; divide it first, so "
-            "that each rank draws its part alone"
+            "expert parallelism: the model's weights are drawn already; divide it first, so that "
+            "each rank draws only its part"
         )
     for layer in layers:
         if layer.config.experts < group.size:

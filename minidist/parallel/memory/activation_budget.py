@@ -332,7 +332,7 @@ class ActivationBudget:
                 raise MemoryLimitError(
                     f"activation memory: with every block computed again {who} "
                     f"{max(waiting, others):,} bytes, and the limit is {self.limit:,}; raise it, "
-                    "or take fewer sequences at once (accumulate)"
+                    "or use fewer sequences per pass (accumulate)"
                 )
             ways = [_ways(seen[layer], stage.held) for layer in stage.layers]
             if len(self.stages) == 1:

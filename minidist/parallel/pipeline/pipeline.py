@@ -101,8 +101,8 @@ class Pipeline(StageModel):
     ) -> None:
         if schedule.updates and not self.own_updates:
             raise ScheduleError(
-                f"schedule {schedule.name} has an update after each backward, and a Pipeline one a "
-                f"step; take PipeDream, or choose 1f1b"
+                f"schedule {schedule.name} updates after each backward, but a Pipeline updates "
+                "once per step; use PipeDream, or choose 1f1b"
             )
         self.schedule = schedule
         self.executor = Executor(schedule, group, recorder=options.get("recorder"))

@@ -151,7 +151,8 @@ class LossScale:
                 )
         if patience < 1:
             raise ConfigError(
-                f"loss scale: patience is {patience}; it grows after at least one good step"
+                f"loss scale: patience is {patience}; the scale grows after this many good steps; "
+                "choose 1 or more"
             )
         self.value = value
         self.patience = patience
@@ -167,7 +168,7 @@ class LossScale:
         if overflow and self.value <= self.smallest:
             raise GradientError(
                 f"gradients overflow float16 at a loss scale of {self.value:g}, the smallest "
-                "allowed: the training diverges; lower the rate, or take bf16, which does not "
+                "allowed: the training diverges; lower the rate, or use bf16, which does not "
                 "overflow"
             )
         self.good = 0 if overflow else self.good + 1

@@ -197,14 +197,14 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         places = state_places(strategy, optimizer, state)
         if about["optimizer"] != type(optimizer).__name__:
             raise CheckpointError(
-                f"{folder}: was trained by {about['optimizer']}, this training takes "
-                f"{type(optimizer).__name__}; take the same optimizer"
+                f"{folder}: was trained by {about['optimizer']}, this training uses "
+                f"{type(optimizer).__name__}; use the same optimizer"
             )
         apart = ranks_apart(there)
         if apart and strategy.diverged is None:
             raise CheckpointError(
-                f"{folder}: was saved with local steps by {apart} ranks, each with a state of its "
-                f"own; go on with local steps"
+                f"{folder}: was saved with local steps by {apart} ranks, each with its own state; "
+                "continue with local steps"
             )
         if apart:
             require_told(folder, state, "local steps")
@@ -314,7 +314,7 @@ def read_state(
             if missing := place.size - _covered(filled):
                 raise CheckpointError(
                     f"{folder}: lacks {missing:,} of {place.size:,} numbers of {place.key}"
-                    f"; it is of another model or optimizer"
+                    f"; it belongs to another model or optimizer"
                 )
             array[...] = to_device(numbers, device_of(array))
     finally:
