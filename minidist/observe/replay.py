@@ -63,7 +63,7 @@ def plain_replay(
     Args:    traces: one a rank. members: (axis, rank) -> ranks of its group.
     Raises:  DeadlockError if ranks wait for calls that never begin.
     """
-    # (group or pair, number) -> {rank: when it came}
+    # (group or pair, number) -> {rank: when it arrived}
     came: dict[Any, dict[int, float]] = defaultdict(dict)
     ended: dict[Any, float] = {}
 

@@ -39,7 +39,7 @@ def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[
         for far, part in zip(jumping, arrived, strict=True):
             slots[far] = part
         jump *= 2
-    # slot k came from k ranks back
+    # slot k is from k ranks before
     return [slots[(group.rank - src) % group.size] for src in range(group.size)]
 
 

@@ -46,7 +46,7 @@ def plain_all_gather(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
     next_rank = (group.rank + 1) % group.size
     prev_rank = (group.rank - 1) % group.size
     for step in range(group.size - 1):
-        outgoing = (group.rank - step) % group.size  # first the own one, then what came last
+        outgoing = (group.rank - step) % group.size  # first its own, then what arrived last
         incoming = (group.rank - step - 1) % group.size
         chunks[incoming] = group.exchange(chunks[outgoing], dst=next_rank, src=prev_rank)
 

@@ -35,7 +35,7 @@ def plain_waited_for(arrivals: np.ndarray, share: float = 0.2, most: float = 0.5
     at the call of the step."""
     ordered = np.sort(arrivals, axis=1)
     step = np.median(np.diff(ordered[:, -1]))  # seconds
-    delay = ordered[:, -1] - ordered[:, -2]  # how long the last rank alone holds up the others
+    delay = ordered[:, -1] - ordered[:, -2]  # how long only the last rank delays the others
     last = arrivals.argmax(axis=1)[delay > share * step]
     times = np.bincount(last, minlength=arrivals.shape[1])
     return int(times.argmax()) if times.max() > most * len(arrivals) else None

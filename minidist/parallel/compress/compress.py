@@ -76,7 +76,7 @@ def plain_compressed_ddp(
             values = group.all_gather(residual[chosen], algorithm="ring")
             residual[chosen] = 0  # 4 the others stay here
             gradient[...] = 0
-            # 5 the sum, in rank order: alike on all
+            # 5 the sum, in rank order: the same on all
             np.add.at(gradient.reshape(-1), places, values)
         optimizer.step()
         optimizer.zero_grad()

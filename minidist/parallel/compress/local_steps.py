@@ -103,7 +103,7 @@ def plain_diloco(
             continue
         share = len(part.inputs) / len(inputs)
         for p, weights, speed in zip(model.parameters(), common, speeds, strict=True):
-            # the mean way since we met
+            # the mean change since the last exchange
             gradient = group.all_reduce(share * (weights - p.data), algorithm="ring")
             speed *= momentum
             speed += gradient

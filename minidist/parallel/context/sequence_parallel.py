@@ -62,7 +62,7 @@ def plain_sequence_mlp(
 ) -> tuple[Array, ...]:
     """Run chapter 12's MLP where x and dy are this rank's tokens (own, h), equally many on all
     ranks: return y, dx, and the gradients of `up`, `down` and `bias`."""
-    whole_x = group.all_gather(x, algorithm="ring")  # f: all tokens come together
+    whole_x = group.all_gather(x, algorithm="ring")  # f: gather all tokens
     inner = whole_x @ up
     active = np.maximum(inner, 0)
     # g: the sums of the own tokens

@@ -63,7 +63,7 @@ def plain_recompute(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor, dy:
             kept.append(x)  # but each block's input
             x = block(x)
     for block in reversed(blocks):
-        again = tensor(kept.pop().data, requires_grad=True)  # cut off from what came before
+        again = tensor(kept.pop().data, requires_grad=True)  # a tape of its own
         block(again).backward(dy)  # forward once more, with a tape, and back
         dy = again.grad  # the gradient for the block before
     return dy

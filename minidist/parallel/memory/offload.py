@@ -100,9 +100,9 @@ def plain_offload(
         for p, h in zip(model.parameters(), host, strict=True):
             h.grad = np.array(p.grad)  # gradients go down: 1 × the model
             p.zero_grad()  # and are freed on the device
-        optimizer.step()  # Adam on the host, beside its m and v
+        optimizer.step()  # Adam on the host, where m and v are
         for p, h in zip(model.parameters(), host, strict=True):
-            p.data[...] = h.data  # new weights come up: 1 × the model
+            p.data[...] = h.data  # new weights to the device: 1 × the model
     return float(loss.item())
 
 

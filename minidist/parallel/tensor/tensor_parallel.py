@@ -83,7 +83,7 @@ def plain_tensor_mlp(
     and the gradients of `up` and `down`."""
     inner = x @ up  # (n, h) (h, own) -> (n, own): complete
     active = np.maximum(inner, 0)  # number by number: no rank needs another's
-    # g: (n, own) (own, h) are summands
+    # g: (n, own) (own, h), terms of a sum
     y = group.all_reduce(active @ down, algorithm="ring") + bias
     ddown = active.T @ dy  # g backward: dy is whole on all ranks, as it is
     dinner = (dy @ down.T) * (inner > 0)

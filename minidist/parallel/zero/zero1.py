@@ -67,7 +67,7 @@ def plain_zero1(
     flat = Flat(list(model.parameters()), group)  # all weights; one chunk is mine
     weights = flat.join()
     mine = np.zeros(flat.chunk_size, flat.dtype)
-    optimizer = new_optimizer(flat.pieces(weights[flat.chunk], mine))  # states of my chunk alone
+    optimizer = new_optimizer(flat.pieces(weights[flat.chunk], mine))  # states of my chunk only
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
         # 1 the whole gradient
