@@ -39,9 +39,7 @@ from minidist.parallel.step.strategy import DataAxis
 def plain_single(model: GPT, optimizer: Optimizer, batches: Iterable[Batch]) -> float:
     """Train on one device with batches of (inputs, targets), each (B, T); return the last loss."""
     for inputs, targets in batches:
-        loss = model.loss(
-            inputs, targets, divisor=targets.size
-        )  # forward: memory for activations grows
+        loss = model.loss(inputs, targets, divisor=targets.size)  # forward: activations grow
         loss.backward()  # frees them, makes gradients
         optimizer.step()  # with Adam two moments a parameter
         optimizer.zero_grad()
