@@ -1,11 +1,11 @@
-"""The lessons: NN_name/ holds README.md, lesson.py, figure.py, exercise.py and check.py.
+"""Find the lessons: NN_name/ holds README.md, lesson.py, figure.py, exercise.py and check.py.
 
-What they share: running.py starts a lesson or records its figure, lab.py has its models, batches
+Shared modules: running.py starts a lesson or records its figure, lab.py has its models, batches
 and differences, page.py prints its tables, figures.py has the look of its pictures; namespaces.py
 makes two hosts of one machine for lesson 04; zero_lab.py and zero_figures.py are of lessons 14 to
 16; late_group.py is of the checks of lessons 07 and 15, which ask for overlap.
 
-A lesson is found by its folder alone: adding one means adding a folder. Title, notes and modules of
+A lesson is found by its folder: to add a lesson, add a folder. Title, notes and modules of
 every table of lessons are read from the first lines of its README.md; table.py writes the tables of
 the documents.
 
@@ -76,18 +76,18 @@ class Lesson:
         return ", ".join(self.modules)
 
     def part(self, name: str) -> Path:
-        """The path of one of the five parts, e.g. `part("exercise.py")`."""
+        """Return the path of one of the five parts, e.g. `part("exercise.py")`."""
         return self.folder / name
 
     @property
     def after(self) -> list[str]:
-        """The lessons that it builds on directly."""
+        """Return the lessons that it builds on directly."""
         return AFTER.get(self.number, "").split()
 
     @property
     def minutes(self) -> int:
-        """About how long the story and its exercise take, to 5 minutes: an estimate from their
-        length."""
+        """Return about how many minutes the story and its exercise take, to 5 minutes: an estimate
+        from their length."""
         words = len(re.findall(r"\w+", self.part("README.md").read_text(encoding="utf-8")))
         holes = len(
             set(re.findall(r"\bhole\((\d+)", self.part("exercise.py").read_text(encoding="utf-8")))
@@ -96,13 +96,13 @@ class Lesson:
 
 
 def every_lesson() -> list[Lesson]:
-    """All lessons in order of their numbers."""
+    """Return all lessons in order of their numbers."""
     folders = sorted(path for path in FOLDER.iterdir() if re.fullmatch(r"\d\d_\w+", path.name))
     return [_read(folder) for folder in folders if all((folder / part).is_file() for part in PARTS)]
 
 
 def find(number: str) -> Lesson:
-    """The lesson with this number ("03", "3") or folder name ("03_ring").
+    """Return the lesson with this number ("03", "3") or folder name ("03_ring").
 
     Raises: ConfigError, which lists all lessons.
     """

@@ -1,5 +1,4 @@
-"""Every figure and every printed block of the documents, made again by one command; and those older
-than their code.
+"""Make every figure and printed block of the documents again, and list those older than their code.
 
     python -m minidist.lessons.drawn                  # which are older, and what has changed since
     python -m minidist.lessons.drawn --redraw 03 07   # record runs, draw and print in place,
@@ -8,14 +7,14 @@ than their code.
     python -m minidist.lessons.drawn --later 07       # known to be older: to be made again on a
                                                       quiet machine
 
-Each of them takes `--only figures`, `printed` or `measured`. Printed blocks take seconds, and are
+Each command takes `--only figures`, `printed` or `measured`. Printed blocks take seconds, and are
 the same on every machine. Measured blocks need a quiet machine: --redraw makes them only where
 --only asks for them.
 
 A figure shows the code of its script, of the files that the script loads from its lesson, and of
 the modules in the head of the story; a printed block (printed.py) that of its command's script.
 Comments, docstrings and blank lines do not count. `drawn.json` and `printed.json` keep a digest of
-each of these files from the time of the making, and of what was made; tests compare them.
+each file, and of what was made, from the time when it was made; tests compare them.
 """
 
 import argparse
@@ -51,7 +50,7 @@ class FigureScript:
         self.folder = script.parent
 
     def stamp(self) -> Stamp:
-        """The stamp of a figure that was drawn, or looked at, just now."""
+        """Return the stamp of a figure that was drawn, or looked at, just now."""
         return {
             "code": digests(shown_code(self.script)),
             "pictures": {file.name: digest(file) for file in pictures(self.script)},
@@ -68,7 +67,7 @@ class FigureScript:
 
 
 def figures() -> list[FigureScript]:
-    """Every script that draws pictures of a lesson."""
+    """Return every script that draws pictures of a lesson."""
     return [
         FigureScript(lesson.part(name))
         for lesson in lessons.every_lesson()
@@ -78,8 +77,8 @@ def figures() -> list[FigureScript]:
 
 
 def pictures(script: Path) -> list[Path]:
-    """The files that the script draws: those of its own name, and with figure.py those of no other
-    script."""
+    """Return the files that the script draws: those of its own name; for figure.py those of no
+    other script."""
     others = {name.removesuffix(".py") for name in SCRIPTS} - {"figure"}
     there = sorted(path for path in script.parent.iterdir() if path.suffix in (".png", ".mmd"))
     return [
@@ -90,10 +89,10 @@ def pictures(script: Path) -> list[Path]:
 
 
 def mark(file: Path, things: list[ShownThing], arguments: argparse.Namespace) -> list[str]:
-    """Make these things again, or stamp them without. Returns: the names of those that failed;
-    their stamps stay.
+    """Make these things again, or only stamp them. Return the names of those that failed; their
+    stamps stay.
 
-    Stamps of things that are gone go too.
+    Stamps of things that no longer exist are removed.
     """
     numbers = arguments.redraw or arguments.same or arguments.later
     folders = (
@@ -118,13 +117,13 @@ def mark(file: Path, things: list[ShownThing], arguments: argparse.Namespace) ->
 
 
 def stamped(thing: ShownThing) -> Stamp:
-    """Its stamp now, without digests from before."""
+    """Return a thing's stamp now, computed without cached digests."""
     digest.cache_clear()
     return thing.stamp()
 
 
 def every_thing() -> list[tuple[str, Path, list[ShownThing]]]:
-    """(kind, the file of its stamps, its things) of all that the documents show."""
+    """Return (kind, the file of its stamps, its things) of all that the documents show."""
     blocks = printed.every_printout()
     return [
         ("figures", STAMPS, [*figures()]),
@@ -134,7 +133,7 @@ def every_thing() -> list[tuple[str, Path, list[ShownThing]]]:
 
 
 def tell(file: Path, things: list[ShownThing]) -> None:
-    """A line for each thing: whether it is as its code is."""
+    """Print one line per thing: whether it is as its code is."""
     kept = read_stamps(file)
     for thing in things:
         told = kept.get(thing.name, {})
@@ -147,7 +146,7 @@ def tell(file: Path, things: list[ShownThing]) -> None:
 
 
 def main() -> int:
-    """Say which figures and printed blocks are older; with an option, make them again or stamp
+    """List the figures and printed blocks that are older; with an option, make them again or stamp
     them."""
     parser = Parser(
         prog="python -m minidist.lessons.drawn",

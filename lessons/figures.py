@@ -1,7 +1,7 @@
-"""The look of the lessons' figures: one palette, one frame, one way to save. Their content is
-recorded from real runs.
+"""Draw the lessons' figures in one look: one palette, one frame, one way to save.
 
-A colour means the same in every lesson; colour-blind readers can tell all of them apart.
+Their content is recorded from real runs. A colour means the same in every lesson; colour-blind
+readers can distinguish all colours.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ PHASES = {
 
 
 def new_figure(width: float, height: float, title: str, subtitle: str = "") -> "Figure":
-    """A blank figure, `width` × `height` inches, with its title at the top left."""
+    """Return an empty figure, `width` × `height` inches, with its title at the top left."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -50,7 +50,7 @@ def new_figure(width: float, height: float, title: str, subtitle: str = "") -> "
 
 
 def quiet(ax: Any, *, grid: str = "") -> Any:
-    """Axes without a box; a light grid along `grid` ("x", "y" or none)."""
+    """Draw axes without a box; a light grid along `grid` ("x", "y" or none)."""
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -63,21 +63,21 @@ def quiet(ax: Any, *, grid: str = "") -> Any:
 
 
 def bare(ax: Any) -> Any:
-    """Axes without box and ticks."""
+    """Draw axes without box and ticks."""
     ax.set_axis_off()
     return ax
 
 
 def patch(color: str) -> "Patch":
-    """A square of one colour, for a legend."""
+    """Return a square of one colour, for a legend."""
     from matplotlib.patches import Patch
 
     return Patch(facecolor=color, edgecolor="none")
 
 
 def step_number(ax: Any, x: float, y: float, number: int, color: str = INK, **options: Any) -> None:
-    """The number of a step of the notes, in a circle, so that no reader takes it for a bucket's or
-    a microbatch's."""
+    """Write the number of a step of the notes in a circle, so that no reader takes it for a
+    bucket's or a microbatch's."""
     ax.text(
         x,
         y,
@@ -91,7 +91,7 @@ def step_number(ax: Any, x: float, y: float, number: int, color: str = INK, **op
 
 
 def caption(ax: Any, text: str) -> None:
-    """The title of one panel, left above its axes."""
+    """Write the title of one panel, left above its axes."""
     ax.set_title(text, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=10)
 
 
@@ -115,7 +115,7 @@ def save_mermaid(diagram: str, folder: Path | str) -> None:
 
 @contextmanager
 def _written(path: Path) -> Iterator[Path]:
-    """The draft of a file (files.whole)."""
+    """Yield the draft of a file (files.whole)."""
     try:
         with whole(path) as draft:
             yield draft

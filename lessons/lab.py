@@ -1,4 +1,5 @@
-"""What the lessons train and compare: small models, batches, one process's training, differences.
+"""Provide what the lessons train and compare: small models, batches, one process's training,
+differences.
 
 All of it follows from seeds, so every rank makes the same.
 """

@@ -1,6 +1,6 @@
-"""A group for checks: an asynchronous sum arrives when it is waited for, and all waits are counted.
+"""Provide a group for checks: an asynchronous sum arrives when wait() is called; waits are counted.
 
-The checks of lessons 07 and 15 give it to a student's code, and so see whether backward goes on
+The checks of lessons 07 and 15 give it to a student's code, and so see whether backward continues
 while sums are on their way. Without it, an answer that waits for each sum at once gives the right
 numbers, and passes.
 """
@@ -61,11 +61,13 @@ class LateGroup:
         self.waits = 0
 
     def start_all_reduce(self, x: np.ndarray, *, out: np.ndarray, **options: Any) -> LateHandle:
-        """As the group's own, but `out` (n,) stays as it is before wait()."""
+        """Start an all-reduce as the group does, but `out` (n,) keeps its old numbers until
+        wait()."""
         return self._started(self.group.start_all_reduce, x, out, options)
 
     def start_reduce_scatter(self, x: np.ndarray, *, out: np.ndarray, **options: Any) -> LateHandle:
-        """As the group's own, but `out` (this rank's chunk of x) stays as it is before wait()."""
+        """Start a reduce-scatter as the group does, but `out` (this rank's chunk of x) keeps its
+        old numbers until wait()."""
         return self._started(self.group.start_reduce_scatter, x, out, options)
 
     def land(self) -> int:
@@ -79,7 +81,7 @@ class LateGroup:
     def _started(
         self, verb: Any, x: np.ndarray, out: np.ndarray, options: dict[str, Any]
     ) -> LateHandle:
-        """The handle of a sum that sets out, by the ring."""
+        """Return the handle of a sum that starts now, by the ring."""
         room = np.empty_like(out)
         handle = LateHandle(
             self, verb(x, out=room, **{**options, "algorithm": "ring"}), x, room, out

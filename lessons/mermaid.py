@@ -13,7 +13,7 @@ NAMED = re.compile(r"(\w+)(?:\[\"|\(\(\")(.*?)(?:\"\]|\"\)\))")  # r0["rank 0<br
 
 
 def as_text(diagram: str) -> str:
-    """A diagram as lines of text; as it stands if it is of another kind."""
+    """Return a diagram as lines of text; unchanged if it is of another kind."""
     lines = [line.strip() for line in diagram.strip().splitlines()]
     kind = lines[0].split()[0] if lines else ""
     drawn = {"pie": _pie, "sequenceDiagram": _sequence, "gantt": _gantt, "graph": _graph}.get(kind)
@@ -21,7 +21,7 @@ def as_text(diagram: str) -> str:
 
 
 def _pie(lines: list[str]) -> list[str]:
-    """`"parameters" : 9` -> `parameters    9 % ███`, of all parts together."""
+    """Return each part's share as a bar: `"parameters" : 9` -> `parameters    9 % ███`."""
     parts = [
         (name, float(value))
         for line in lines[1:]
@@ -39,7 +39,7 @@ def _pie(lines: list[str]) -> list[str]:
 
 
 def _sequence(lines: list[str]) -> list[str]:
-    """Messages in their order; what a rank does by itself has no arrow."""
+    """Return messages in their order; an event within one rank has no arrow."""
     names = dict(re.findall(r"^participant (\w+) as (.+)$", "\n".join(lines), re.MULTILINE))
     told = []
     for line in lines[1:]:
@@ -52,7 +52,7 @@ def _sequence(lines: list[str]) -> list[str]:
 
 
 def _gantt(lines: list[str]) -> list[str]:
-    """One row a section: each task from its start to its end, dots where nothing runs."""
+    """Return one row per section: each task from its start to its end, dots where nothing runs."""
     rows: dict[str, list[tuple[str, int, int]]] = {}
     title = next((line.removeprefix("title ") for line in lines if line.startswith("title ")), "")
     for line in lines:
@@ -66,7 +66,7 @@ def _gantt(lines: list[str]) -> list[str]:
 
 
 def _row(tasks: list[tuple[str, int, int]], end: int) -> str:
-    """`F1F2..B2B1`: the names of the tasks, cut to their lengths, at their times."""
+    """Return a row such as `F1F2..B2B1`: the tasks' names, cut to their lengths, at their times."""
     row = ["."] * end
     for name, start, stop in tasks:
         row[start:stop] = f"{name:-<{stop - start}}"[: stop - start]
@@ -74,7 +74,7 @@ def _row(tasks: list[tuple[str, int, int]], end: int) -> str:
 
 
 def _graph(lines: list[str]) -> list[str]:
-    """Arrows and subgraphs in their order; nodes by the first line of what is written in them."""
+    """Return arrows and subgraphs in their order; a node by the first line of its text."""
     names = {
         name: text.replace("<br/>", " ") for line in lines for name, text in NAMED.findall(line)
     }
@@ -98,8 +98,8 @@ def _graph(lines: list[str]) -> list[str]:
 
 
 def _arrows(nodes: list[str], back: list[str], words: list[str | None]) -> str:
-    """`x → f → g`; `↔` where an arrow points both ways, its word behind it. A long chain has a line
-    for each arrow."""
+    """Return a chain such as `x → f → g`, with `↔` where an arrow points both ways and its word
+    after it. A long chain has one line per arrow."""
     steps = [
         f"{'↔' if both else '→'}{f' ({word})' if word else ''} {node}"
         for node, both, word in zip(nodes[1:], back, words, strict=True)

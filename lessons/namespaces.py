@@ -1,4 +1,4 @@
-"""Two hosts on one machine: namespaces joined by a link of a chosen bandwidth and latency. For
+"""Make two hosts on one machine: namespaces joined by a link of given bandwidth and latency. For
 root, on Linux.
 
     with joined_hosts("200mbit") as hosts:
@@ -27,8 +27,8 @@ BURST = "256kb"  # that may pass at the speed of memory, once the link has been 
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two: its namespace's name, its address, and what to put before a command to run it
-    there."""
+    """One of the two hosts: its namespace's name, its address, and the prefix of a command
+    that runs there."""
 
     name: str
     address: str
@@ -36,7 +36,7 @@ class Host:
 
     @property
     def enter(self) -> list[str]:
-        """For the front of a command. Its processes end when it does."""
+        """Return the prefix of a command that runs there. Its processes end when it ends."""
         return [
             "ip",
             "netns",
@@ -63,7 +63,7 @@ class Host:
 
 
 def missing() -> str | None:
-    """Why this machine cannot play two hosts, in a few words; None if it can try."""
+    """Return why this machine cannot run two hosts, in a few words; None if it can try."""
     if getattr(os, "geteuid", lambda: 1)() != 0:
         return "network namespaces are made by root"
     absent = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
@@ -71,8 +71,8 @@ def missing() -> str | None:
 
 
 def delays() -> bool:
-    """Whether this kernel has netem, by which tc delays packets; it is tried in a network of its
-    own."""
+    """Return whether this kernel has netem, by which tc delays packets; it is tried in a network
+    namespace of its own."""
     return (
         missing() is None
         and subprocess.run(
@@ -98,10 +98,11 @@ def delays() -> bool:
 
 @contextlib.contextmanager
 def joined_hosts(rate: str, delay: str = "") -> Iterator[tuple[Host, Host]]:
-    """Two hosts joined by a link that carries `rate` each way, as tc spells it: "1gbit".
+    """Yield two hosts joined by a link that carries `rate` in each direction, written as tc does:
+    "1gbit".
 
-    Args:   delay: of each packet, each way, as tc spells it: "2ms"; left out: none.
-    Raises: LaunchError, one line, if this machine does not let us.
+    Args:   delay: of each packet, in each direction, written as tc does: "2ms"; left out: none.
+    Raises: LaunchError, one line, if this machine does not allow it.
     """
     why = missing()
     if why is not None:

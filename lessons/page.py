@@ -1,5 +1,5 @@
-"""The output of a lesson: tables of measured values beside formulas, printed by rank 0 alone, and
-the same as JSON.
+"""Print the output of a lesson: tables of measured values and formulas, by rank 0 only, and the
+same as JSON.
 
 page = Page(world)
 page.table("Bytes a rank sends", ["P", "measured", "2(P-1)/P n"], rows)
@@ -127,7 +127,7 @@ def keep_words(table: Table, rows: Sequence[Sequence[Any]], width: int) -> bool:
 
 
 def _cell(value: Any) -> str:
-    """A table's cell as rich markup."""
+    """Return a table's cell as rich markup."""
     text = str(value)
     if text == "ok":
         return "[green]ok[/green]"
@@ -137,8 +137,8 @@ def _cell(value: Any) -> str:
 
 
 def verdict(measured: float, formula: float, tolerance: float = 0.0) -> str:
-    """ "ok" if `measured` is within `tolerance` (a fraction) of `formula`, else the difference:
-    "off +12.0 %"."""
+    """Return "ok" if `measured` is within `tolerance` (a fraction) of `formula`, else the
+    difference: "off +12.0 %"."""
     if abs(measured - formula) <= tolerance * abs(formula):
         return "ok"
     return f"off {100 * (measured / formula - 1):+.1f} %" if formula else f"off by {measured:.3g}"

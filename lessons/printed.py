@@ -52,7 +52,7 @@ class PrintedBlock:
     """Lines of a document that a command prints."""
 
     line: int
-    """Of its mark, counted from 1."""
+    """Line number of its mark, counted from 1."""
     title: str
     """"" where the command itself writes the lines."""
     lines: tuple[str, ...]
@@ -62,7 +62,7 @@ class PrintedBlock:
 
     @property
     def is_table(self) -> bool:
-        """As against a text."""
+        """Return whether the block is a table, not a text."""
         return self.lines[0].lstrip().startswith("|")
 
 
@@ -76,12 +76,12 @@ class Printout:
 
     @property
     def blocks(self) -> list[PrintedBlock]:
-        """As the document has them now."""
+        """Return the blocks that the document has now."""
         return marked_blocks(self.document)[self.command, self.measured]
 
     @property
     def name(self) -> str:
-        """How it is called in printed.json and in messages."""
+        """Return its name in printed.json and in messages."""
         return (
             f"{label(self.document)}, {'measured' if self.measured else 'printed'} by "
             f"{self.command}"
@@ -89,7 +89,7 @@ class Printout:
 
     @cached_property
     def script(self) -> Path | None:
-        """The script of a lesson that the command runs."""
+        """Return the script of a lesson that the command runs."""
         found = [
             ROOT / word
             for word in shlex.split(self.command)
@@ -99,11 +99,11 @@ class Printout:
 
     @property
     def folder(self) -> Path:
-        """The lesson's."""
+        """Return the lesson's folder."""
         return (self.script or self.document).parent
 
     def stamp(self) -> Stamp:
-        """The stamp of blocks that were printed, or looked at, just now."""
+        """Return the stamp of blocks that were printed, or looked at, just now."""
         code = shown_code(self.script) if self.script else sorted(modules_of(self.folder.name))
         return {
             "code": digests(code),
@@ -191,7 +191,7 @@ def run_command(command: str, folder: Path, file: Path | None) -> str:
 
 
 def only(title: str, told: list[str]) -> int:
-    """The index of the one line that begins with `title`.
+    """Return the index of the only line that begins with `title`.
 
     Raises: ConfigError if none does, or several do.
     """
@@ -202,23 +202,24 @@ def only(title: str, told: list[str]) -> int:
 
 
 def cells(line: str) -> list[str]:
-    """The cells of a row of a Markdown table."""
+    """Return the cells of a row of a Markdown table."""
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip()[1:-1])]
 
 
 def plain(cell: str) -> str:
-    """A cell without what makes it bold or code."""
+    """Return a cell without the marks of bold and code."""
     return re.sub(r"[`*]", "", cell)
 
 
 def cell_of(value: Any) -> str:
-    """A printed value as a cell of a Markdown table."""
+    """Return a printed value as a cell of a Markdown table."""
     text = f"{value:,}" if isinstance(value, int) else str(value)
     return " ".join(text.split()).replace("|", r"\|")
 
 
 def table_lines(block: PrintedBlock, tables: list[dict[str, Any]]) -> list[str]:
-    """The block's table, by its head's columns. A cell keeps its bold or code if its text stays.
+    """Return the block's table, by its head's columns. A cell keeps its bold or code if its text
+    stays.
 
     Raises: ConfigError if there is no such table, or it has no such column.
     """
@@ -241,7 +242,7 @@ def table_lines(block: PrintedBlock, tables: list[dict[str, Any]]) -> list[str]:
 
 
 def text_lines(block: PrintedBlock, output: str) -> list[str]:
-    """The lines below the block's title, up to an empty line.
+    """Return the lines below the block's title, up to an empty line.
 
     Raises: ConfigError if the output has no such title.
     """
@@ -251,8 +252,10 @@ def text_lines(block: PrintedBlock, output: str) -> list[str]:
 
 
 def alike(before: tuple[str, ...], after: list[str]) -> bool:
-    """The same text. Rounding errors, such as 2.8e-06, depend on the processor: a factor of 10 is
-    allowed."""
+    """Return whether the texts are the same.
+
+    Rounding errors, such as 2.8e-06, depend on the processor: a factor of 10 is allowed.
+    """
     texts = "\n".join(line.rstrip() for line in before), "\n".join(line.rstrip() for line in after)
     errors = [[float(number) for number in ROUNDING.findall(text)] for text in texts]
     return len({ROUNDING.sub("", text) for text in texts}) == 1 and all(
@@ -264,14 +267,14 @@ def alike(before: tuple[str, ...], after: list[str]) -> bool:
 
 
 def documents() -> list[Path]:
-    """Every document of the repository."""
+    """Return every document of the repository."""
     return sorted(
         [*ROOT.glob("*.md"), *lessons.FOLDER.rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
     )
 
 
 def every_printout() -> list[Printout]:
-    """What commands print in the documents."""
+    """Return what commands print in the documents."""
     return [
         Printout(document, command, measured)
         for document in documents()
@@ -280,7 +283,7 @@ def every_printout() -> list[Printout]:
 
 
 def marked_blocks(document: Path) -> dict[tuple[str, bool], list[PrintedBlock]]:
-    """{(command, whether it measures): the blocks of a document that it prints}."""
+    """Return {(command, whether it measures): the blocks of a document that it prints}."""
     found = dict[tuple[str, bool], list[PrintedBlock]]()
     lines = document.read_text(encoding="utf-8").split("\n")
     for index, line in enumerate(lines):
@@ -293,7 +296,7 @@ def marked_blocks(document: Path) -> dict[tuple[str, bool], list[PrintedBlock]]:
 
 
 def block_at(lines: list[str], mark: int, title: str) -> PrintedBlock:
-    """The block below a mark.
+    """Return the block below a mark.
 
     Raises: ConfigError if there is none.
     """
@@ -315,7 +318,7 @@ def block_at(lines: list[str], mark: int, title: str) -> PrintedBlock:
 
 
 def unmarked(text: str) -> Iterator[tuple[int, str]]:
-    """(line, what is wrong) of each block that shows output and has no mark."""
+    """Yield (line, what is wrong) of each block that shows output and has no mark."""
     lines = text.split("\n")
     fence = ""
     marked_until = ""
@@ -354,7 +357,7 @@ def unmarked(text: str) -> Iterator[tuple[int, str]]:
 
 
 def shows_figures(lines: list[str]) -> bool:
-    """Whether the table at the beginning of these lines has a cell that is a number with a fraction
-    or a unit."""
+    """Return whether the table at the beginning of these lines has a cell that is a number with a
+    fraction or a unit."""
     rows = list(takewhile(lambda line: line.lstrip().startswith("|"), lines))
     return any(FIGURE.fullmatch(cell) for row in rows[2:] for cell in cells(row))

@@ -1,4 +1,4 @@
-"""What starts a lesson: its command line, its ranks, and the recording of its figure."""
+"""Start a lesson: its command line, its ranks, and the recording of its figure."""
 
 import argparse
 import re
@@ -39,7 +39,7 @@ class Break:
 
 
 def arguments(description: str | None, breaks: Mapping[str, Break]) -> argparse.ArgumentParser:
-    """The command line of a lesson, which may add its own options.
+    """Return the parser of a lesson's command line, which may add its own options.
 
     Args:    description: the lesson's docstring; its first line is shown. breaks: the README's
              experiments by name.
@@ -60,9 +60,10 @@ def run_lesson(
     *,
     alone: int = 4,
 ) -> None:
-    """Run `tour(group, page)` on the ranks that a launcher started, or else on `alone` threads.
+    """Run `tour(group, page)` on the ranks that a launcher started, or on `alone` threads without a
+    launcher.
 
-    With `--break NAME` run that experiment instead.
+    With `--break NAME` run this experiment instead.
     """
     if options.broken:
         run_break(options.broken, breaks[options.broken])
@@ -108,17 +109,20 @@ def run_break(name: str, chosen: Break) -> None:
 
 
 def _end(error: OSError, told: str) -> NoReturn:
-    """End with status 1 and one line, which is this rank's to say: rank 0 alone writes. The job is
-    told."""
+    """Report `error` to the job; end with status 1 and one line.
+
+    Only rank 0 writes files, so only rank 0 ends here.
+    """
     speaks_first(error)
     raise SystemExit(f"lesson: {told}")
 
 
 def _on_ranks(body: Callable[[Group], None], alone: int) -> None:
-    """Call `body` on the ranks that a launcher started, or else on `alone` threads."""
+    """Call `body` on the ranks that a launcher started, or on `alone` threads without a
+    launcher."""
     world = init()
     if world.size > 1:
-        world.transport.limit = LIMIT  # the others wait while one rank measures alone
+        world.transport.limit = LIMIT  # the others wait while one rank measures
         body(world)
     else:
         with threadpool_limits(1, user_api="blas"):  # all ranks use this process's BLAS threads
@@ -133,10 +137,10 @@ def draw_figure(
     size: int,
     transport: str = "threads",
 ) -> None:
-    """`python lessons/NN_name/figure.py [--out DIR]`: record a run on `size` ranks, then draw it.
+    """Record a run on `size` ranks, then draw it: `python lessons/NN_name/figure.py [--out DIR]`.
 
-    Without --out it goes below `figures/` where the user stands; drawn.py draws the figures that
-    come with the lessons.
+    Without --out the figure is written below `figures/` in the current folder; drawn.py draws the
+    figures in the lessons' own folders.
 
     Args:    record: record(world) -> what rank 0 recorded. draw: draw(recorded, folder). home: the
              lesson's folder.
@@ -157,8 +161,8 @@ def draw_figure(
 
 
 def add_out(parser: argparse.ArgumentParser, home: Path) -> None:
-    """The option of each script that draws: a folder of the user's, so that the lesson's own figure
-    is kept."""
+    """Add the option of each script that draws: another folder, so that the lesson's own figure is
+    kept."""
     parser.add_argument(
         "--out",
         metavar="DIR",

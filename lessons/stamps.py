@@ -46,19 +46,19 @@ class ShownThing(Protocol):
     """The lesson's, by which the command line calls it."""
 
     def stamp(self) -> Stamp:
-        """The stamp of what was made, or looked at, just now."""
+        """Return the stamp of what was made, or looked at, just now."""
 
     def renew(self) -> bool:
         """Make it again, in place. Returns: whether it could be made."""
 
 
 def label(file: Path) -> str:
-    """A file's path from the root of the repository."""
+    """Return a file's path from the root of the repository."""
     return file.relative_to(ROOT).as_posix()
 
 
 def modules_of(number: str) -> set[Path]:
-    """The modules in the head of a lesson's story."""
+    """Return the modules in the head of a lesson's story."""
     found = set[Path]()
     for module in lessons.find(number).modules:
         path = ROOT / module
@@ -67,8 +67,8 @@ def modules_of(number: str) -> set[Path]:
 
 
 def imported(text: str) -> set[Path]:
-    """The library's modules that a script imports by name, but for those that change nothing that
-    is shown."""
+    """Return the library's modules that a script imports by name, without those that change nothing
+    that is shown."""
     names = set[str]()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -85,10 +85,10 @@ def imported(text: str) -> set[Path]:
 
 
 def shown_code(script: Path) -> list[Path]:
-    """The files whose code a script of a lesson shows.
+    """Return the files whose code a script of a lesson shows.
 
-    These are its own, those that it loads from the lessons, what they import of the library, and
-    the lesson's modules.
+    They are the script, the files that it loads from the lessons, what these import of the library,
+    and the lesson's modules.
     """
     found = set[Path]()
     library = set[Path]()
@@ -118,7 +118,8 @@ STRING_OR_COMMENT = re.compile(
 
 
 def significant(text: str) -> str:
-    """A module's lines without comments, docstrings, blank lines and the spaces at their ends."""
+    """Return a module's lines without comments, docstrings, blank lines and the spaces at their
+    ends."""
     lines = STRING_OR_COMMENT.sub(lambda found: found[1] or "", text).split("\n")
     for node in _documented(ast.parse(text)):
         if ast.get_docstring(node, clean=False) is not None:
@@ -131,7 +132,7 @@ def significant(text: str) -> str:
 def _documented(
     node: ast.AST,
 ) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """What may have a docstring in a module: expressions are not looked through."""
+    """Yield the nodes of a module that may have a docstring, without searching expressions."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node
     for name in ("body", "orelse", "handlers", "finalbody", "cases"):
@@ -140,24 +141,24 @@ def _documented(
 
 
 def digest_of(content: bytes) -> str:
-    """Eight hexadecimal digits."""
+    """Return eight hexadecimal digits of a digest."""
     return hashlib.sha256(content).hexdigest()[:8]
 
 
 @cache
 def digest(file: Path) -> str:
-    """The digest of what counts in a file."""
+    """Return the digest of what counts in a file."""
     content = file.read_bytes()
     return digest_of(significant(content.decode()).encode() if file.suffix == ".py" else content)
 
 
 def digests(files: list[Path]) -> dict[str, str]:
-    """{path from the root: digest}."""
+    """Return {path from the root: digest}."""
     return {label(file): digest(file) for file in files}
 
 
 def read_stamps(file: Path) -> dict[str, Stamp]:
-    """{name: its stamp}, as the file has them."""
+    """Return the file's {name: its stamp}."""
     found: dict[str, Stamp] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
@@ -173,8 +174,8 @@ def write_stamps(file: Path, kept: dict[str, Stamp]) -> None:
 
 
 def changed(thing: ShownThing, kept: Stamp) -> list[str]:
-    """What differs from the stamp: files of code that changed, came or went, and what was made
-    likewise."""
+    """Return what differs from the stamp: files of code that changed, were added or removed, and
+    the same of what was made."""
     now = thing.stamp()
     return [
         name
@@ -185,7 +186,8 @@ def changed(thing: ShownThing, kept: Stamp) -> list[str]:
 
 
 def older(things: list[ShownThing], kept: dict[str, Stamp]) -> dict[str, list[str]]:
-    """{name: what changed since the stamp}, without the things that are older and known to be."""
+    """Return {name: what changed since the stamp}, without the things that are known to be
+    older."""
     found = {thing.name: changed(thing, kept.get(thing.name, {})) for thing in things}
     return {
         name: files

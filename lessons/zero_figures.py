@@ -1,5 +1,5 @@
-"""How lessons 14, 15 and 16 draw what they recorded: memory through a step, and the step's phases
-under it."""
+"""Draw what lessons 14, 15 and 16 recorded: memory through a step, and the step's phases under
+it."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -16,15 +16,15 @@ PHASES = {
     "optimizer": "optimizer",
 }
 STEPS = {"forward": "2, 3", "backward": "4", "wait for gradients": "5", "optimizer": "6, 7"}
-"""The notes' numbers of a phase that was recorded, alike under every stage (N0:331, 350, 368); 1 is
-the batch."""
+"""The notes' numbers of a recorded phase, the same under every stage (N0:331, 350, 368); 1 is the
+batch."""
 
 
 def memory_over_time(
     ax: Any, record: dict[str, Any], categories: tuple[str, ...], *, top: float | None = None
 ) -> None:
-    """Bytes of the categories, one upon the other, over one recorded step; the phases as a stripe
-    at the bottom.
+    """Draw the bytes of the categories, stacked, over one recorded step; the phases as a stripe at
+    the bottom.
 
     Args:    record: as zero_lab.recorded gives it for one rank; top: of the y axis, in MiB.
     """
@@ -46,8 +46,8 @@ def memory_over_time(
 
 
 def changes(record: dict[str, Any], categories: tuple[str, ...]) -> list[tuple[float, list[int]]]:
-    """(seconds, bytes by category) when the step begins, and after each array of these categories
-    that came or went."""
+    """Return (seconds, bytes by category) when the step begins, and after each new or freed array
+    of these categories."""
     found: list[tuple[float, list[int]]] = []
     for moment, now in record["samples"]:
         held = [now[name] for name in categories]
@@ -61,10 +61,10 @@ def changes(record: dict[str, Any], categories: tuple[str, ...]) -> list[tuple[f
 def memory_by_change(
     ax: Any, record: dict[str, Any], categories: tuple[str, ...], *, top: float | None = None
 ) -> None:
-    """As memory_over_time, but with an equal step to the right for each array that came or went.
+    """Draw memory as memory_over_time does, but with an equal step to the right for each new or
+    freed array.
 
-    So two runs of the same computation look alike, however long it took, and how long they waited
-    does not show.
+    So two runs of the same computation look the same, however long they took and waited.
     """
     found = changes(record, categories)
     moments = [moment for moment, _ in found]
@@ -119,7 +119,7 @@ def phases(ax: Any, record: dict[str, Any], place: Callable[[float], float]) -> 
 def legend(
     figure: Any, categories: tuple[str, ...], at: tuple[float, float], **options: Any
 ) -> None:
-    """What the colours of the categories mean."""
+    """Draw the legend of the categories' colours."""
     figure.legend(
         [look.patch(look.MEMORY[name]) for name in categories],
         list(categories),

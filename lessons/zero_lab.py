@@ -1,5 +1,5 @@
-"""What lessons 14, 15 and 16 share: a model, batches, each stage trained and measured, steps
-recorded.
+"""Provide what lessons 14, 15 and 16 share: a model, batches, each stage trained and measured,
+recorded steps.
 
 Every function that takes a group is run by all its ranks.
 """
@@ -42,14 +42,14 @@ def global_batch(config: GPTConfig, step: int, sequences: int = 7) -> Batch:
 
 
 def batches(config: GPTConfig) -> list[Batch]:
-    """The global batches of the runs that are compared."""
+    """Return the global batches of the runs that are compared."""
     return [global_batch(config, step) for step in range(STEPS)]
 
 
 def parts(
     group: Group, config: GPTConfig, steps: int = STEPS
 ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """(inputs, targets, targets of all ranks) of this rank, step by step."""
+    """Yield (inputs, targets, targets of all ranks) of this rank, step by step."""
     from minidist.parallel.step.step import part_of
 
     for step in range(steps):
@@ -61,7 +61,7 @@ def parts(
 def make(
     stage: int, model: GPT, group: Group, *, bucket_bytes: int = BUCKET, **options: Any
 ) -> Any:
-    """The strategy of a stage; 0 is DDP."""
+    """Return the strategy of a stage; 0 is DDP."""
     return (
         Zero3(model, group, **options)
         if stage == 3
@@ -70,13 +70,12 @@ def make(
 
 
 def new_adam(pieces: Any) -> Optimizer:
-    """Adam, at the rate of all these runs."""
+    """Return Adam, at the rate of all these runs."""
     return Adam(pieces, 1e-2)
 
 
 class WatchedGroup:
-    """A group of which `overlapped` says whether an all-gather was given a part of its own
-    result."""
+    """A wrapped group; `overlapped` says whether an all-gather was given a part of its own result."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -111,7 +110,7 @@ def gathered(task: str, overlapped: bool, where: str) -> Result:
 
 
 def state_vector(state: dict[str, np.ndarray]) -> np.ndarray:
-    """All weights end to end, in the order of their names."""
+    """Return all weights as one vector, in the order of their names."""
     return np.concatenate([state[name].ravel() for name in sorted(state)])
 
 
@@ -123,7 +122,7 @@ def alone() -> np.ndarray:
 
 
 def trained(group: Group, stage: int, **options: Any) -> np.ndarray:
-    """The weights of a stage after STEPS steps."""
+    """Return the weights of a stage after STEPS steps."""
     strategy = make(stage, lab.new_model(SMALL), group, bucket_bytes=SMALL_BUCKET, **options)
     optimizer = new_adam(strategy.parameters)
     for step in range(STEPS):
@@ -135,8 +134,11 @@ def trained(group: Group, stage: int, **options: Any) -> np.ndarray:
 
 
 def sent(group: Group, train: Callable[[], None]) -> dict[str, int]:
-    """Bytes by verb that all ranks together send while `train` runs, scalars apart; and "messages".
-    On every rank."""
+    """Return, on every rank, the bytes by verb that all ranks together send while `train` runs, and
+    "messages".
+
+    Scalars are not counted.
+    """
 
     def counts() -> dict[str, int]:
         rows = [row for row in group.ledger.rows() if row["axis"] != "control"]
@@ -157,7 +159,7 @@ def sent(group: Group, train: Callable[[], None]) -> dict[str, int]:
 def traffic(
     group: Group, stage: int, *, accumulate: int = 1, config: GPTConfig = MEASURED, **options: Any
 ) -> dict[str, int]:
-    """What `sent` says of one step of a stage."""
+    """Return what `sent` counts in one step of a stage."""
     strategy = make(stage, lab.new_model(config), group, **options)
     optimizer = new_adam(strategy.parameters)
 
@@ -172,9 +174,10 @@ def traffic(
 def memory(
     group: Group, stage: int, *, config: GPTConfig = MEASURED, **options: Any
 ) -> dict[str, dict[str, int]]:
-    """This rank's account after some steps of a stage; of peaks the least that a step reached.
+    """Return this rank's account after some steps of a stage; of peaks the lowest that a step
+    reached.
 
-    The least, because another thread may let go of an array a moment late.
+    The lowest, because another thread may free an array a moment late.
     """
     with account.use(account.MemoryAccount()) as seen:
         strategy = make(stage, lab.new_model(config), group, **options)
@@ -199,7 +202,7 @@ def recorded(
     steps: int = 12,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """On rank 0 each rank's quickest step, which other programs disturbed least; else [].
+    """Return on rank 0 each rank's quickest step, which other programs disturbed least; else [].
 
     Each: {"spans", "samples" of the memory account, "start", "stop"}.
     """
@@ -241,6 +244,6 @@ def recorded(
 
 
 def parameter_bytes(config: GPTConfig) -> tuple[int, int]:
-    """How many parameters the model has, and their bytes."""
+    """Return how many parameters the model has, and their bytes."""
     parameters = list(lab.new_model(config).parameters())
     return sum(p.size for p in parameters), sum(p.data.nbytes for p in parameters)

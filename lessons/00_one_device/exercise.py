@@ -10,7 +10,7 @@ from minidist.grading import hole
 
 
 def plain_single(model, optimizer, batches):
-    """Training on one device: batches of inputs and targets, each (B, T); returns the last loss.
+    """Train on one device with batches of (inputs, targets), each (B, T); return the last loss.
 
     model.loss(inputs, targets, divisor=d) is the sum of the targets' losses over d; the loss of a
     batch is their mean.
@@ -30,8 +30,8 @@ def plain_single(model, optimizer, batches):
 
 
 def parameter_count(vocabulary, context, layers, width):
-    """How many numbers a GPT of minidist holds: learned positions, an output layer of its own
-    without bias.
+    """Return how many numbers a GPT of minidist holds: with learned positions, and with an output
+    layer of its own that has no bias.
 
     One block: layer norm, attention (one linear width -> 3 width, one width -> width), layer norm,
     and an MLP (width -> 4 width -> width). Every linear and every norm of a block has a bias.
@@ -45,10 +45,11 @@ def parameter_count(vocabulary, context, layers, width):
 
 
 def training_bytes(parameters, mixed):
-    """{"parameters": ..., "gradients": ..., "optimizer": ...} in bytes, for Adam, during training.
+    """Return {"parameters": ..., "gradients": ..., "optimizer": ...}: bytes of each with Adam
+    during training.
 
-    Args: parameters: how many numbers; mixed: False for float32, True for mixed precision (section
-    3, the notes' five).
+    Args: parameters: how many numbers the model holds; mixed: False for float32, True for mixed
+    precision (section 3, the five sources of the notes).
     """
     if mixed:
         return {
@@ -66,15 +67,17 @@ def training_bytes(parameters, mixed):
 
 
 def kept_for_backward(layers, batch, context, width, heads):
-    """Bytes that the blocks' ops keep at the end of a float32 forward, for backward (section 4)."""
+    """Return how many bytes the blocks' ops keep for backward at the end of a float32 forward
+    (section 4)."""
     numbers = hole(7, "numbers a token and block: the table of section 4")
     return 4 * layers * batch * context * numbers
 
 
 def evaluate(model, batches):
-    """The mean of model.loss(inputs, targets, divisor=targets.size) over the batches, a float.
+    """Return the mean of model.loss(inputs, targets, divisor=targets.size) over the batches, a
+    float.
 
-    Nothing may be kept for a backward that never comes: not during the loop, and not after it.
+    No backward follows, so nothing may be kept for one: not during the loop, and not after it.
     """
     total = 0.0
     for inputs, targets in batches:

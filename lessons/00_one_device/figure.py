@@ -1,5 +1,4 @@
-"""The figure of lesson 00: the memory of two training steps as the account recorded it, beside the
-notes' pie.
+"""Draw the figure of lesson 00: the recorded memory of two training steps, and the notes' pie.
 
 python lessons/00_one_device/figure.py [--out DIR]      # figure.png and figure.mmd
 """
@@ -23,7 +22,7 @@ NOTES_LIST = {"parameters": 14, "optimizer": 56, "gradients": 14}  # N2:24-26, G
 
 
 def draw(record: list[dict[str, Any]], folder: Path) -> None:
-    """figure.png and figure.mmd from the recorded account."""
+    """Draw figure.png and figure.mmd from the recorded account."""
     config = lesson.CONFIG
     figure = look.new_figure(
         13.5,
@@ -47,7 +46,7 @@ def draw(record: list[dict[str, Any]], folder: Path) -> None:
 
 
 def _mountain(ax: Any, record: list[dict[str, Any]]) -> None:
-    """Stacked bytes by category over the recorded moments."""
+    """Draw the bytes of each category, stacked, over the recorded moments."""
     moments = np.arange(len(record))
     heights = [np.array([entry["now"][name] for entry in record]) / 2**20 for name in LAYERS]
     look.quiet(ax, grid="y")
@@ -81,7 +80,7 @@ def _mountain(ax: Any, record: list[dict[str, Any]]) -> None:
 
 
 def _stretches(record: list[dict[str, Any]]) -> list[tuple[int, int, str, int]]:
-    """(first, last, phase, step) of each run of moments in one phase."""
+    """Return (first, last, phase, step) of each run of moments in one phase."""
     stretches: list[tuple[int, int, str, int]] = []
     for index, entry in enumerate(record):
         if stretches and stretches[-1][2:] == (entry["phase"], entry["step"]):
@@ -130,7 +129,7 @@ def _name_bands(ax: Any, record: list[dict[str, Any]], heights: list[np.ndarray]
 
 
 def _pie(ax: Any, title: str, shares: dict[str, float], unit: str) -> None:
-    """One pie with its figures in a list beside it."""
+    """Draw one pie, and at its side a list of its figures."""
     total = sum(shares.values())
     ax.pie(
         list(shares.values()),
@@ -154,7 +153,7 @@ def _pie(ax: Any, title: str, shares: dict[str, float], unit: str) -> None:
 
 
 def mermaid(record: list[dict[str, Any]]) -> str:
-    """The measured pie at the peak, in the form of N2:15."""
+    """Return the measured pie at the peak as a Mermaid diagram, in the form of N2:15."""
     peak = max(record, key=lambda entry: entry["now"]["total"])["now"]
     together = sum(peak[name] for name in LAYERS)
     rows = [f'    "{name}" : {100 * peak[name] / together:.0f}' for name in LAYERS]

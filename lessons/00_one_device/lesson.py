@@ -1,7 +1,7 @@
 """Lesson 00: one device trains; every byte it fills is counted and held against a formula.
 
 python lessons/00_one_device/lesson.py
-mpirun -n 4 python lessons/00_one_device/lesson.py               # four processes, each by itself:
+mpirun -n 4 python lessons/00_one_device/lesson.py               # four processes, each does it all:
                                                                  four times all
 python lessons/00_one_device/lesson.py --break keep-the-losses   # see README.md, section 6
 """
@@ -38,7 +38,7 @@ BILLION = 10**9
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson; each rank runs all of it by itself."""
+    """Run the lesson; each rank runs all of it and needs no other rank."""
     page.heading("1  The way of the data: disk -> CPU -> device")
     ids = data_path(page)
     plain_beside_single(page, ids)
@@ -55,7 +55,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def data_path(page: Page) -> np.ndarray:
-    """Bytes and seconds of each hop; returns the training ids."""
+    """Show the bytes and seconds of each hop of the data; return the training ids."""
     file = Path(pydoc_data.topics.__file__)
     begin = time.perf_counter()
     source = file.read_bytes()
@@ -85,7 +85,7 @@ def data_path(page: Page) -> np.ndarray:
 
 
 def plain_beside_single(page: Page, ids: np.ndarray) -> None:
-    """Three steps of the plain loop and of the library's step."""
+    """Compare three steps of the plain loop with three steps of the library's class."""
     batches = [
         text.batch(ids, step, batch=BATCH, context=CONFIG.context, seed=0) for step in range(3)
     ]
@@ -110,7 +110,7 @@ def plain_beside_single(page: Page, ids: np.ndarray) -> None:
 
 
 def one_step(page: Page, ids: np.ndarray) -> tuple[dict[str, dict[str, int]], int]:
-    """The account at the stations of the first step; returns its snapshot and the number of
+    """Show the account at several moments of the first step; return its snapshot and the number of
     parameters."""
     with account.use(account.MemoryAccount()) as memory:
         stations: list[tuple[str, dict[str, int]]] = []
@@ -138,7 +138,7 @@ def one_step(page: Page, ids: np.ndarray) -> tuple[dict[str, dict[str, int]], in
 
 
 def beside_formula(page: Page, memory: dict[str, dict[str, int]], parameters: int) -> None:
-    """Bytes a parameter, by category."""
+    """Compare the measured bytes per parameter with the formula, by category."""
     rows = []
     together = 0
     for category in STATE:
@@ -174,7 +174,8 @@ def beside_formula(page: Page, memory: dict[str, dict[str, int]], parameters: in
 
 
 def seven_billion(page: Page) -> None:
-    """What N2:16-26 says, what follows from its own numbers, and what N4's five sources give."""
+    """Compare what N2:16-26 says with what follows from its own numbers and from N4's five
+    sources."""
     pie = (35, 15, 45)
     own = (14, 14, 56)
     mixed, float32 = (
@@ -204,16 +205,18 @@ def seven_billion(page: Page) -> None:
 
 
 def megatron_activations(*, sequence: int, batch: int, width: int, heads: int, layers: int) -> int:
-    """Bytes of activations in half precision with dropout, scores kept. Source: Korthikanti et al.
-    2022, equation 2."""
+    """Return the bytes of activations in half precision with dropout, scores kept.
+
+    Source: Korthikanti et al. 2022, equation 2.
+    """
     return layers * sequence * batch * width * (34 + 5 * heads * sequence // width)
 
 
 def kept_for_backward(config: GPTConfig, batch: int) -> int:
-    """Bytes that our blocks' ops keep in float32 (README, section 4).
+    """Return the bytes that our blocks' ops keep in float32 (README, section 4).
 
-    16 h + a + 2 numbers a token and layer, and in short sequences a probability for each head and
-    key of a query block.
+    They keep 16 h + a + 2 numbers per token and layer; in short sequences also one probability per
+    head and key of a query block.
     """
     h = config.width
     heads = config.heads
@@ -227,8 +230,8 @@ def kept_for_backward(config: GPTConfig, batch: int) -> int:
 
 
 def activations(page: Page) -> None:
-    """The account at the end of forward, for several shapes: the blocks' share is what doubling the
-    blocks adds."""
+    """Show the account at the end of forward for several shapes; a block's share is what doubling
+    the number of blocks adds."""
     rows = []
     for batch, context, width in (
         (4, 64, 64),
@@ -262,7 +265,7 @@ def activations(page: Page) -> None:
 
 
 def alive_after_forward(config: GPTConfig, batch: int) -> int:
-    """Activation bytes at the end of one forward of a new model."""
+    """Return the activation bytes at the end of one forward of a new model."""
     with account.use(account.MemoryAccount()) as memory:
         model = new_model(config)
         ids = np.arange(batch * config.context).reshape(batch, config.context) % config.vocabulary
@@ -273,7 +276,7 @@ def alive_after_forward(config: GPTConfig, batch: int) -> int:
 
 
 def all_ranks(group: Group, page: Page, memory: dict[str, dict[str, int]]) -> None:
-    """What the ranks of this job hold together: each everything."""
+    """Show what each rank of this job holds: every rank holds everything."""
     records = gather_records(group, {name: figures["peak"] for name, figures in memory.items()})
     if not records:
         return
@@ -295,10 +298,10 @@ def all_ranks(group: Group, page: Page, memory: dict[str, dict[str, int]]) -> No
 
 
 def record_step(group: Group) -> list[dict[str, Any]]:
-    """The account at every module's end in forward and at every gradient in backward, for two steps
-    of training.
+    """Record the account at the end of every module in forward and at every gradient in backward,
+    for two steps of training.
 
-    Each: {"phase": ..., "label": ..., "step": ..., "now": {category: bytes}}, in order.
+    Returns, in order: {"phase": ..., "label": ..., "step": ..., "now": {category: bytes}}.
     """
     with account.use(account.MemoryAccount()) as memory:
         record: list[dict[str, Any]] = []
@@ -337,7 +340,7 @@ def record_step(group: Group) -> list[dict[str, Any]]:
 
 
 def _fresh() -> tuple[account.MemoryAccount, GPT, np.ndarray, np.ndarray]:
-    """A model in the account that is current, and a batch."""
+    """Return the current account, a new model counted in it, and a batch."""
     model = new_model(CONFIG)
     inputs, targets = text.batch(
         text.load("python").train, 0, batch=BATCH, context=CONFIG.context, seed=0
@@ -346,7 +349,7 @@ def _fresh() -> tuple[account.MemoryAccount, GPT, np.ndarray, np.ndarray]:
 
 
 def keep_the_losses() -> None:
-    """Ten loss Tensors in a list: ten tapes in memory."""
+    """Show the memory of ten loss Tensors in a list: they keep ten tapes."""
     memory, model, inputs, targets = _fresh()
     for kind in ("numbers", "Tensors"):
         losses = []
@@ -361,7 +364,7 @@ def keep_the_losses() -> None:
 
 
 def no_no_grad() -> None:
-    """Evaluation with and without the tape."""
+    """Show the memory of an evaluation with the tape and without it."""
     memory, model, inputs, targets = _fresh()
     memory.reset_peak()
     with no_grad():
@@ -379,7 +382,7 @@ def no_no_grad() -> None:
 
 
 def double_the_context() -> None:
-    """Linear or quadratic?"""
+    """Show whether activations grow linearly or quadratically with the context."""
     for context in (64, 128, 256, 512, 1024):
         alive = alive_after_forward(replace(CONFIG, context=context), 2)
         print(
@@ -389,7 +392,7 @@ def double_the_context() -> None:
 
 
 def backward_twice() -> None:
-    """The tape lets go of what it saved as backward passes."""
+    """Run backward twice: the tape frees what it saved during the first backward."""
     _, model, inputs, targets = _fresh()
     loss = model.loss(inputs, targets, divisor=targets.size)
     loss.backward()

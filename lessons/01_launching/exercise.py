@@ -20,7 +20,8 @@ class Identity(NamedTuple):
 
 
 def identify(environ):
-    """The Identity of the process that has this environment; without a launcher it is rank 0 of 1.
+    """Return the Identity of the process that has this environment; without a launcher it is rank 0
+    of 1.
 
     The machines of a job run equally many processes each, with consecutive ranks (N0:41).
     """
@@ -30,7 +31,7 @@ def identify(environ):
             size=int(environ["WORLD_SIZE"]),
             local_rank=int(environ["LOCAL_RANK"]),
             node_rank=hole(
-                2, "torchrun: which machine? its workers are not told under the name NODE_RANK"
+                2, "torchrun: which machine? its workers do not get it under the name NODE_RANK"
             ),
         )
     if "OMPI_COMM_WORLD_RANK" in environ:  # Open MPI's mpirun
@@ -41,7 +42,7 @@ def identify(environ):
             size=int(environ["OMPI_COMM_WORLD_SIZE"]),
             local_rank=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
             node_rank=hole(
-                3, "Open MPI tells no number of the machine: compute it from rank and local_size"
+                3, "Open MPI sets no number of the machine: compute it from rank and local_size"
             ),
         )
     if "PMI_RANK" in environ:  # MPICH's mpirun
@@ -64,12 +65,12 @@ def identify(environ):
 
 
 def my_samples(identity, length):
-    """The indices of a data set of `length` samples that this rank reads: rank r takes r, r + size,
-    r + 2 size, …"""
+    """Return the indices that this rank reads of a data set of `length` samples: rank r takes r, r
+    + size, r + 2 size, …"""
     return hole(6, "a range: where does this rank begin, and how far is it to its next sample?")
 
 
 def my_device(identity, visible):
-    """The GPU that this rank uses, as the driver numbers it; `visible` is CUDA_VISIBLE_DEVICES,
-    e.g. "4,5,6,7"."""
+    """Return the GPU that this rank uses, by the driver's number; `visible` is
+    CUDA_VISIBLE_DEVICES, e.g. "4,5,6,7"."""
     return hole(7, "which entry of the list is this rank's? (section 4)")

@@ -6,7 +6,7 @@ python lessons/01_launching/figure.py [--out DIR]      # figure.png
 
 import time
 
-BEGAN = time.time()  # before anything is imported: the interpreter has just come up
+BEGAN = time.time()  # before anything is imported: the interpreter has just started
 
 import argparse  # noqa: E402
 import json  # noqa: E402
@@ -32,8 +32,8 @@ STAGES = {
 
 
 def started() -> float:
-    """When this process was made, to a hundredth of a second where the system tells it so
-    finely."""
+    """Return when this process was made, to a hundredth of a second where the system gives that
+    precision."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return (
@@ -44,8 +44,10 @@ def started() -> float:
 
 
 def record(file: Path) -> None:
-    """One rank: the moments of its start, gathered to rank 0, which writes them to `file`. Seconds
-    since the epoch."""
+    """Run one rank: gather the moments of each rank's start to rank 0, which writes them to `file`.
+
+    Moments are in seconds since the epoch.
+    """
     imported = time.time()
     world = md.init()
     met = time.time()
@@ -78,7 +80,7 @@ def record_two_machines() -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from the recorded moments."""
+    """Draw figure.png from the recorded moments."""
     from minidist.lessons import figures as look
 
     figure = look.new_figure(
@@ -122,7 +124,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _labels(ax: Any, ranks: list[dict[str, Any]]) -> None:
-    """Each row's numbers, as a table left of the axes: machine, RANK, LOCAL_RANK, NODE_RANK."""
+    """Write each row's numbers as a table left of the axes: machine, RANK, LOCAL_RANK,
+    NODE_RANK."""
     from minidist.lessons import figures as look
 
     ax.set_yticks([])

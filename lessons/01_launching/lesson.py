@@ -1,8 +1,8 @@
 """Lesson 01: who am I? Ranks, machines and launchers, printed live by the ranks themselves.
 
 mpirun -n 4 python lessons/01_launching/lesson.py
-python lessons/01_launching/lesson.py --nodes 2                  # alone: eight threads, numbered as
-                                                                 on two machines
+python lessons/01_launching/lesson.py --nodes 2                  # no launcher: eight threads, as on
+                                                                 two machines
 python lessons/01_launching/lesson.py --two-machines             # eight processes under two
                                                                  launchers
 python lessons/01_launching/lesson.py --break rank-in-program    # see README.md, section 6
@@ -30,8 +30,8 @@ from minidist.lessons.running import Break, arguments, run_lesson
 
 
 def who_am_i(group: Group, nodes: int) -> dict[str, Any]:
-    """What this rank knows of itself; with `nodes` above 1 on one machine, as if the ranks were
-    spread over `nodes`."""
+    """Return what this rank knows of itself; with `nodes` above 1 on one machine, as if the ranks
+    were spread over `nodes`."""
     launch = detect()
     rank = group.rank
     local_rank = launch.local_rank
@@ -60,7 +60,7 @@ def who_am_i(group: Group, nodes: int) -> dict[str, Any]:
 
 
 def tour(group: Group, page: Page, *, nodes: int) -> None:
-    """The lesson, run by every rank: each tells rank 0 its numbers."""
+    """Run the lesson on every rank: each sends its numbers to rank 0."""
     ranks = gather_records(group, who_am_i(group, nodes))
     if not ranks:
         return
@@ -108,7 +108,7 @@ def tour(group: Group, page: Page, *, nodes: int) -> None:
 
 
 def machines(ranks: list[dict[str, Any]]) -> list[list[Any]]:
-    """One row a machine: how many processes, and which ranks."""
+    """Return one row per machine: how many processes it runs, and which ranks."""
     rows = []
     for node in sorted({r["node_rank"] for r in ranks}):
         here = [r["rank"] for r in ranks if r["node_rank"] == node]
@@ -117,15 +117,15 @@ def machines(ranks: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def device(rank: dict[str, Any]) -> str:
-    """The GPU a rank would take: entry LOCAL_RANK of CUDA_VISIBLE_DEVICES, or LOCAL_RANK where that
-    is not set."""
+    """Return the GPU that a rank would take: entry LOCAL_RANK of CUDA_VISIBLE_DEVICES, or
+    LOCAL_RANK if that is not set."""
     visible = [part for part in rank["visible"].split(",") if part]
     index = visible[rank["local_rank"] % len(visible)] if visible else rank["local_rank"]
     return f"GPU{index}"
 
 
 def pretended(ranks: list[dict[str, Any]], nodes: int) -> str:
-    """Say so when two machines are one."""
+    """Return a note if the machines of the table are one machine, else an empty text."""
     hosts = len({r["host"] for r in ranks})
     processes = len({r["pid"] for r in ranks})
     if processes < len(ranks):
@@ -145,8 +145,8 @@ FACTS = {
 
 
 def launcher_table() -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table of launchers, from the library's own; a long common prefix
-    stands in the header."""
+    """Return the columns and rows of the library's table of launchers; a long common prefix stands
+    in the header."""
     columns = [""]
     cells = []
     for launcher in LAUNCHERS:
@@ -168,8 +168,8 @@ def launcher_table() -> tuple[list[str], list[list[str]]]:
 
 
 def two_machines(command: list[str], per_node: int = 4) -> int:
-    """Start `command` under two launchers on this machine, each of which takes itself for a machine
-    of its own.
+    """Start `command` under two launchers on this machine; each launcher acts as if it were a
+    separate machine.
 
     On two real machines each would be `minidist launch --nnodes 2 --node-rank K --master-addr
     ADDRESS …`.
@@ -195,8 +195,10 @@ def two_machines(command: list[str], per_node: int = 4) -> int:
 
 
 def free_port() -> int:
-    """A port without a listener just now; none of those above 32767, which the system may hand out
-    meanwhile."""
+    """Return a port without a listener just now.
+
+    It is below 32768: the system may hand out higher ports meanwhile.
+    """
     for port in secrets.SystemRandom().sample(range(20000, 32000), 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
@@ -210,7 +212,7 @@ def free_port() -> int:
 
 
 def rank_in_program() -> None:
-    """N1:58 as it stands: rank 0 of 2, written into the program. Rank 1 never comes."""
+    """Run N1:58 as it stands: rank 0 of 2 is written into the program, and rank 1 never starts."""
     environ = {
         **os.environ,
         "RANK": "0",
@@ -238,7 +240,7 @@ def rank_in_program() -> None:
 
 
 def no_import_os() -> None:
-    """N0:66 as it stands: os is used and never imported."""
+    """Run N0:66 as it stands: os is used and never imported."""
     lines = ('local_rank = int(os.environ["LOCAL_RANK"])',)
     for line in lines:
         try:
@@ -248,12 +250,12 @@ def no_import_os() -> None:
 
 
 def missing_variable() -> None:
-    """Half an environment: RANK without WORLD_SIZE."""
+    """Detect the launcher in half an environment: RANK without WORLD_SIZE."""
     detect({"RANK": "0", "LOCAL_RANK": "0"})
 
 
 def two_launchers() -> None:
-    """mpirun under torchrun, and they contradict each other."""
+    """Detect the launcher of mpirun under torchrun, where the two contradict each other."""
     detect(
         {
             "RANK": "0",
@@ -272,7 +274,7 @@ def two_launchers() -> None:
 
 
 def one_rank_dies() -> None:
-    """Rank 2 fails: the others must not wait for it."""
+    """Let rank 2 fail: the others must not wait for it."""
 
     def rank_two_fails(group: Group) -> None:
         if group.rank == 2:
@@ -287,7 +289,7 @@ def one_rank_dies() -> None:
 
 
 BREAKS = {
-    "rank-in-program": Break(rank_in_program, says="rank 1 did not come"),
+    "rank-in-program": Break(rank_in_program, says="rank 1 did not join"),
     "no-import-os": Break(no_import_os, says="name 'os' is not defined"),
     "missing-variable": Break(missing_variable, says="WORLD_SIZE is missing", error=LaunchError),
     "two-launchers": Break(

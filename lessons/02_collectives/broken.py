@@ -18,7 +18,7 @@ from minidist.lessons.running import Break
 
 
 def broken_broadcast(group: Group, x: np.ndarray, root: int) -> np.ndarray:
-    """A binomial tree."""
+    """Broadcast by a binomial tree."""
     distance = 1
     while distance < group.size:
         if group.rank < distance and group.rank + distance < group.size:
@@ -42,7 +42,7 @@ def _broadcast_own(group: Group, root: int) -> np.ndarray:
 
 
 def broken_all_reduce(group: Group, x: np.ndarray) -> np.ndarray:
-    """Every rank sends to every other, and every rank adds."""
+    """All-reduce: every rank sends to every other, and every rank adds."""
     total = x.copy()
     for step in range(1, group.size):
         total += group.exchange(
@@ -81,7 +81,7 @@ def _tenths(group: Group) -> np.ndarray:
 
 
 def broken_barrier(group: Group) -> None:
-    """Dissemination."""
+    """Wait for all ranks by dissemination."""
     nothing = np.empty(0)
     distance = 1
     while distance < group.size // 2:
@@ -94,7 +94,7 @@ def broken_barrier(group: Group) -> None:
 
 
 def deaf_barrier() -> None:
-    """Rank 0 comes 0.2 s late; no rank may leave before."""
+    """Let rank 0 arrive 0.2 s late; no rank may leave the barrier earlier."""
 
     def late(group: Group) -> str:
         begin = time.perf_counter()
@@ -108,13 +108,13 @@ def deaf_barrier() -> None:
 
 
 def broken_all_to_all(group: Group, parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Every rank gets what every other had for it."""
+    """Return what every other rank had for this one."""
     everything = group.all_gather(np.concatenate(parts), algorithm="ring")
     return [row.reshape(group.size, -1)[group.rank] for row in everything.reshape(group.size, -1)]
 
 
 def everything_to_all() -> None:
-    """1000 elements from each rank to each other: the result is right."""
+    """Send 1000 elements from each rank to each other; the result is right."""
 
     def both(group: Group) -> str:
         parts = [np.full(1000, 10.0 * group.rank + dst) for dst in range(group.size)]
@@ -134,7 +134,7 @@ def everything_to_all() -> None:
 
 
 def two_orders() -> None:
-    """Rank 2 makes the same two calls as the others, the other way round."""
+    """Let rank 2 make the same two calls as the others in the other order."""
 
     def ranks(group: Group) -> None:
         x = np.ones(8)
@@ -145,7 +145,7 @@ def two_orders() -> None:
 
 
 def _each(work: Callable[[Group], object], size: int = 4) -> list[str]:
-    """One line a rank: what it has after `work`, and what it sent."""
+    """Return one line per rank: its result of `work`, and what it sent."""
 
     def ranks(group: Group) -> str:
         before = totals(group.ledger)

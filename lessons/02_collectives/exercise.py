@@ -19,15 +19,15 @@ from minidist.grading import hole
 
 
 def plain_broadcast(group, x, root):
-    """In each step every rank that has the root's array passes it on, so that twice as many have
-    it.
+    """Broadcast the root's array: in each step every rank that has it sends it on, so that twice as
+    many ranks have it.
 
     Places count from the root: the root has place 0, the rank after it place 1, ... In each step
-    each rank that has the array tells the place `distance` further on.
+    each rank that has the array sends it to the rank whose place is `distance` larger.
 
     P=5, root 0   distance 1: r0 -> r1      distance 2: r0 -> r2, r1 -> r3      distance 4: r0 -> r4
 
-    Args:    x: the root's counts; that of the others is not used.
+    Args:    x: the root's array is sent; the arrays of other ranks are not used.
     Cost:    size - 1 messages in all, ceil(log2 size) one after the other.
     """
     place = hole(1, "this rank's place, counted from the root (section 2.2)")
@@ -40,44 +40,46 @@ def plain_broadcast(group, x, root):
                 x, dst=hole(3, "which rank is at that place? (section 2.2)", place, distance)
             )
         elif distance <= place < 2 * distance:
-            x = group.recv(src=hole(4, "which rank tells this one? (section 2.2)", place, distance))
+            x = group.recv(
+                src=hole(4, "which rank sends to this one? (section 2.2)", place, distance)
+            )
         distance *= 2
     return x
 
 
 def plain_all_to_all(group, parts):
-    """Part d is for rank d: another partner in each step. Returns the parts for this rank, by
-    source.
+    """Exchange parts with one partner per step; part d is for rank d. Return the parts for this
+    rank, by source.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 1   p01 -> r1   p12 -> r2   p20 -> r0
     step 2   p02 -> r2   p10 -> r0   p21 -> r1
 
     Args:    parts: one array for each rank.
-    Cost:    size - 1 messages a rank; each part once.
+    Cost:    size - 1 messages per rank; each part once.
     """
     received = list(parts)  # the own part stays where it is
     for step in range(1, group.size):
         dst = hole(5, "to which rank does this one send in this step? (section 2.5)", step)
-        src = hole(6, "and from which does it hear? (section 2.5)", step)
+        src = hole(6, "and from which rank does this one receive? (section 2.5)", step)
         received[src] = group.exchange(parts[dst], dst=dst, src=src)
     return received
 
 
 def barrier(group):
-    """Return when every rank has called it. Dissemination: tell one rank, hear from another, at
-    growing distance.
+    """Return when every rank has called it, by dissemination: each step sends to one rank and
+    receives from another, at twice the distance of the step before.
 
     P=4      r0 sends    r1 sends    r2 sends    r3 sends
     step 0   -> r1       -> r2       -> r3       -> r0
     step 1   -> r2       -> r3       -> r0       -> r1
 
-    Cost:    ceil(log2 size) messages a rank, without payload.
+    Cost:    ceil(log2 size) messages per rank, without payload.
     """
     nothing = np.empty(0)
     distance = 1
     while hole(
-        7, "while may there be a rank that this one has not heard of? (section 2.6)", distance
+        7, "while may there be a rank that this rank knows nothing of yet? (section 2.6)", distance
     ):
         group.exchange(
             nothing,
@@ -88,11 +90,11 @@ def barrier(group):
 
 
 def seconds(algorithm, size, nbytes, alpha, beta):
-    """What an all-reduce takes by the α-β model: α for each message that waits for the one before,
-    β for each byte.
+    """Return the seconds of an all-reduce by the α-β model: α for each message that waits for an
+    earlier one, β for each byte.
 
-    Args:    algorithm: "tree" or "ring". nbytes: of each rank's array. alpha: seconds a message;
-             beta: seconds a byte.
+    Args:    algorithm: "tree" or "ring". nbytes: of each rank's array. alpha: seconds per message;
+             beta: seconds per byte.
     """
     if algorithm == "tree":
         levels = (size - 1).bit_length()  # ceil(log2 size)

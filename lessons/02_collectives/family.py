@@ -32,7 +32,7 @@ END = "<!-- end -->\n"
 RANKS = 4
 SIZES = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20}
 TRANSPORTS = ("TCP", "shm", "MPI")
-NEAR = 1.1  # what takes at most so much more than the fastest counts as fastest too
+NEAR = 1.1  # times within this factor of the fastest count as fastest too
 LIBRARIES = ("bench", "all-reduce", "--sizes", "1KiB,64KiB,1MiB", "-n", "2,4", "--rounds", "3")
 # of each figure; seconds a round may take
 ROUNDS = 3
@@ -60,8 +60,8 @@ Figures = dict[str, dict[tuple[str, str, str], float]]
 
 
 def measured_calls(group: Group) -> list[list[Any]]:
-    """[verb, algorithm, size, seconds] of the slowest rank, the least over rounds of the median
-    over calls."""
+    """Return [verb, algorithm, size, seconds]: the slowest rank's time, median over calls, least
+    over rounds."""
     names = load_module(HERE / "lesson.py", "02").algorithms_here
     figures: dict[tuple[str, str, str], list[float]] = {}
     for _ in range(ROUNDS):
@@ -75,8 +75,10 @@ def measured_calls(group: Group) -> list[list[Any]]:
 
 
 def _median(group: Group, verb: str, algorithm: str, nbytes: int) -> float:
-    """The median of the slowest rank's times, of as many calls as BUDGET has room for. n: the
-    larger buffer."""
+    """Return the median of the slowest rank's times over as many calls as BUDGET allows.
+
+    n is the size of the larger buffer.
+    """
     whole = np.ones(nbytes // 4, np.float32)
     part = np.ones(nbytes // 4 // group.size, np.float32)
     x: Any = {"gather": part, "all_gather": part, "all_to_all": [part] * group.size}.get(
@@ -97,7 +99,8 @@ def _median(group: Group, verb: str, algorithm: str, nbytes: int) -> float:
 
 
 def measure() -> Figures:
-    """{transport: {(verb, algorithm, size): seconds}} on RANKS processes of this machine."""
+    """Return {transport: {(verb, algorithm, size): seconds}}, measured on RANKS processes of this
+    machine."""
     rows = {
         "TCP": run(measured_calls, size=RANKS, transport="tcp", limit=120.0)[0],
         "shm": run(measured_calls, size=RANKS, transport="shm", limit=120.0)[0],
@@ -112,7 +115,7 @@ def measure() -> Figures:
 
 
 def _under_mpirun() -> list[list[Any]]:
-    """measured_calls on ranks that mpirun starts."""
+    """Run measured_calls on ranks that mpirun starts."""
     with scratch(prefix="minidist-lesson-") as folder:
         file = folder / "figures.json"
         program = [sys.executable, str(Path(__file__).resolve()), "--ranks", str(file)]
@@ -121,7 +124,8 @@ def _under_mpirun() -> list[list[Any]]:
 
 
 def tables(figures: Figures) -> str:
-    """One table a verb: formulas, times in µs (the fastest bold), and when it is best."""
+    """Return one table per verb: formulas, times in µs (the fastest bold), and when each algorithm
+    is best."""
     lines = []
     for verb, algorithms in ALGORITHMS.items():
         sizes = ["1 KiB"] if verb == "barrier" else list(SIZES)
@@ -152,7 +156,8 @@ def tables(figures: Figures) -> str:
 
 
 def _cell(seconds: dict[tuple[str, str, str], float], verb: str, algorithm: str, size: str) -> str:
-    """Microseconds, bold where near the fastest; a dash where it does not run on this transport."""
+    """Return a cell in µs, bold if near the fastest; a dash if the algorithm does not run on this
+    transport."""
     if (verb, algorithm, size) not in seconds:
         return "–"
     best = min(took for (of, _, at), took in seconds.items() if (of, at) == (verb, size))
@@ -161,7 +166,7 @@ def _cell(seconds: dict[tuple[str, str, str], float], verb: str, algorithm: str,
 
 
 def libraries() -> dict[str, Any]:
-    """The seconds of `minidist bench all-reduce`: ours beside MPI, and gloo where PyTorch is
+    """Run `minidist bench all-reduce`; return its seconds: ours, MPI's, and gloo's where PyTorch is
     installed."""
     with scratch(prefix="minidist-lesson-") as folder:
         file = folder / "bench.json"
@@ -175,7 +180,7 @@ def libraries() -> dict[str, Any]:
 
 
 def libraries_table(seconds: dict[str, Any]) -> str:
-    """One row a contender, µs over ranks and sizes."""
+    """Return a table with one row per library: µs by number of ranks and size."""
     columns = [(count, size) for count in seconds for size in next(iter(seconds[count].values()))]
     lines = [
         "",
@@ -196,7 +201,7 @@ def libraries_table(seconds: dict[str, Any]) -> str:
 
 
 def heading() -> str:
-    """Where and when the times were taken."""
+    """Return a sentence that says where and when the times were taken."""
     here = machine()
     versions = ", ".join(
         f"{name} {version}" for name, version in here["versions"].items() if name != "torch"
@@ -209,8 +214,8 @@ def heading() -> str:
 
 
 def spread(figures: Figures) -> str:
-    """How much the fastest gains over the slowest at each size: the median over verbs that have a
-    choice."""
+    """Return how much faster the fastest is than the slowest at each size: the median over verbs
+    that have a choice."""
     parts = []
     for size in SIZES:
         gains = []
@@ -245,7 +250,7 @@ def main() -> None:
 
 
 def write_page(figures: Figures, beside: dict[str, Any], out: Path) -> None:
-    """The page, its measured part anew."""
+    """Write the page with its measured part replaced."""
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     fresh = "\n".join([heading(), spread(figures)]) + tables(figures) + libraries_table(beside)

@@ -21,13 +21,13 @@ lesson = load_module(HERE / "lesson.py", "02")
 
 
 def record(group: Group) -> list[dict[str, Any]]:
-    """Rank 0: the messages of each call; [] elsewhere."""
+    """Return the messages of each call on rank 0; [] on other ranks."""
     panels: list[dict[str, Any]] = lesson.record_family(group)
     return panels
 
 
 def draw(panels: list[dict[str, Any]], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """Draw figure.png from what was recorded."""
     rows = -(-len(panels) // COLUMNS)
     figure = look.new_figure(
         14.0,
@@ -48,13 +48,13 @@ def draw(panels: list[dict[str, Any]], folder: Path) -> None:
 
 
 def _end(panel: dict[str, Any]) -> float:
-    """When the last message arrived, in α."""
+    """Return when the last message arrived, in α."""
     return float(max(message["stop"] for message in panel["messages"]))
 
 
 def _space_time(ax: Any, panel: dict[str, Any], longest: float, *, first: bool) -> None:
-    """One call: a line down for each rank, an arrow for each message; the axis of all panels ends
-    at `longest`."""
+    """Draw one call: a vertical line for each rank, an arrow for each message; the axis of all
+    panels ends at `longest`."""
     messages = panel["messages"]
     end = _end(panel)
     ax.set_title(
@@ -107,7 +107,8 @@ def _space_time(ax: Any, panel: dict[str, Any], longest: float, *, first: bool) 
 
 
 def _count(panel: dict[str, Any]) -> str:
-    """How many messages, how much in all, how much the busiest rank, how long."""
+    """Return a text: number of messages, length of each, bytes in all, bytes of the busiest rank,
+    time."""
     messages = panel["messages"]
     sent = [
         sum(message["part"] for message in messages if message["src"] == rank)
@@ -123,8 +124,8 @@ def _count(panel: dict[str, Any]) -> str:
 
 
 def fraction(part: float) -> str:
-    """0.2493 -> "n/4": how long a message is beside what a rank brings, to the nearest part of it;
-    "0 B" for none."""
+    """Return a message's length as a fraction of a rank's array, to the nearest 1/k: 0.2493 ->
+    "n/4"; "0 B" for an empty message."""
     if part == 0:
         return "0 B"
     return f"{part:.2g} n" if part > 1.02 else "n" if part > 0.98 else f"n/{round(1 / part)}"

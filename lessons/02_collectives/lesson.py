@@ -1,8 +1,7 @@
-"""Lesson 02: the collectives: what each verb does, what each algorithm sends and waits for, held
-against the formulas.
+"""Lesson 02: collectives: what each verb does, and what each algorithm sends and waits for.
 
 mpirun -n 4 python lessons/02_collectives/lesson.py
-python lessons/02_collectives/lesson.py                         # alone: eight ranks as threads
+python lessons/02_collectives/lesson.py                         # no launcher: eight threads
 python lessons/02_collectives/lesson.py --break root-ignored    # see README.md, section 6
 """
 
@@ -28,9 +27,9 @@ from minidist.simulate.messages import Operands
 from minidist.simulate.topology import Topology, Wire
 from minidist.simulate.walk import call_cost
 
-ELEMENTS = 1003  # of float64 that a rank brings: no P from 2 to 8 divides it
+ELEMENTS = 1003  # float64 numbers of each rank's array: no P from 2 to 8 divides it
 PART = 60  # elements that each rank has for each other in an all-to-all
-ALPHA = 5e-3  # seconds a message takes where waits are counted
+ALPHA = 5e-3  # seconds of a message where waits are counted
 FLIGHT = 10e-3  # seconds that the whole array is under way where bytes are counted: n·β
 SMALL_LINK = {"alpha": 2e-3, "beta": 2e-3 / 65536}  # a message 2 ms, 64 KiB 2 ms more
 ANSWERS = (
@@ -56,7 +55,7 @@ ABOUT = {
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  What the verbs do")
     what_they_do(group, page)
     page.heading("2  What every algorithm sends")
@@ -71,7 +70,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def what_they_do(group: Group, page: Page) -> None:
-    """Before and after of each verb on up to four ranks, as the ranks themselves have it."""
+    """Show each verb's input and result on up to four ranks, as the ranks have them."""
     few = group.split(0 if group.rank < 4 else 1)
     if group.rank >= 4:
         return
@@ -93,7 +92,7 @@ def what_they_do(group: Group, page: Page) -> None:
 
 
 def before_and_after(group: Group, verb: str) -> tuple[Any, Any]:
-    """What this rank brings to one call of `verb`, and what it has afterwards."""
+    """Return this rank's input to one call of `verb`, and its result."""
     row = 10 * (group.rank + 1) + np.arange(group.size)
     x: np.ndarray | list[np.ndarray] | None
     if verb in ("broadcast", "scatter"):
@@ -106,7 +105,7 @@ def before_and_after(group: Group, verb: str) -> tuple[Any, Any]:
 
 
 def _digits(value: Any) -> str:
-    """An array or a list of arrays in few letters."""
+    """Return an array or a list of arrays as a short text."""
     if value is None:
         return "-"
     if isinstance(value, list):
@@ -118,7 +117,7 @@ def _digits(value: Any) -> str:
 
 
 def algorithms_here(group: Group, verb: str) -> list[str]:
-    """The algorithms of a verb that this group's transport can run."""
+    """Return the algorithms of a verb that this group's transport can run."""
     return [
         name
         for name in ALGORITHMS[verb]
@@ -128,8 +127,7 @@ def algorithms_here(group: Group, verb: str) -> list[str]:
 
 
 def call(group: Group, verb: str, algorithm: str, elements: int = ELEMENTS) -> Case:
-    """One call of a verb on arrays of `elements` float64; returns what its formula needs to
-    know."""
+    """Call a verb once on arrays of `elements` float64; return what its formula needs."""
     x = np.full(elements, group.rank + 1.0)
     size = group.size
     chunks = chunk_bytes(elements, x.itemsize, size)
@@ -147,8 +145,8 @@ def call(group: Group, verb: str, algorithm: str, elements: int = ELEMENTS) -> C
 
 
 def sent(group: Group, verb: str, algorithm: str) -> tuple[Case, int, int, int]:
-    """A call's case, messages and bytes of all ranks together, and the bytes of the rank that sends
-    most."""
+    """Return a call's case, the messages and bytes of all ranks together, and the bytes of the rank
+    that sends most."""
     before = totals(group.ledger)
     case = call(group, verb, algorithm)
     mine = np.array(sent_since(group.ledger, before))
@@ -159,8 +157,8 @@ def sent(group: Group, verb: str, algorithm: str) -> tuple[Case, int, int, int]:
 
 
 def what_they_send(group: Group, page: Page) -> None:
-    """Every verb, every algorithm: the ledgers of all ranks, summed, beside the formulas of
-    comm/cost/volume.py."""
+    """Compare the summed ledgers of all ranks with the formulas of comm/cost/volume.py, for every
+    verb and algorithm."""
     rows = []
     for verb in ALGORITHMS:
         for algorithm in algorithms_here(group, verb):
@@ -230,7 +228,7 @@ def _over_messages(group: Group) -> list[str]:
 def seconds(
     group: Group, algorithm: str, elements: int, *, alpha: float, beta: float, repeats: int = 2
 ) -> float:
-    """The least over `repeats` calls of the slowest rank's time, over delayed links."""
+    """Return the slowest rank's time over delayed links, the least of `repeats` calls."""
     times = []
     with delayed(group, alpha=alpha, beta=beta) as slow:
         x = np.ones(elements)
@@ -247,7 +245,8 @@ def seconds(
 
 
 def best_when(group: Group, page: Page) -> None:
-    """The same all-reduces at three lengths over one link: few long waits, or few bytes."""
+    """Time the same all-reduces at three lengths over one link: short arrays favour few messages,
+    long ones few bytes."""
     lengths = {"512 B": 64, "32 KiB": 4096, "512 KiB": 65536}
     rows: dict[str, list[str]] = {name: [] for name in _over_messages(group)}
     for length in lengths.values():
@@ -268,8 +267,8 @@ def best_when(group: Group, page: Page) -> None:
 
 
 def on_the_clock(size: int, algorithm: str, nbytes: int, *, alpha: float, beta: float) -> float:
-    """Seconds of an all-reduce where every rank has a link of its own out and in, and nothing but
-    links takes time."""
+    """Return the seconds of an all-reduce if every rank has its own link out and in, and only links
+    take time."""
     ranks = even_links(size, alpha, beta)
     return call_cost(
         GroupCall("world", "all_reduce", algorithm, nbytes, itemsize=8), range(size), ranks
@@ -277,7 +276,7 @@ def on_the_clock(size: int, algorithm: str, nbytes: int, *, alpha: float, beta: 
 
 
 def even_links(size: int, alpha: float, beta: float) -> Cluster:
-    """Ranks that have a link of their own out and in: α seconds a message, β a byte."""
+    """Return ranks that each have their own link out and in: α seconds per message, β per byte."""
     links = Topology(size, Wire("link", alpha, 1 / beta if beta else float("inf"), 0.0, 0.0, 0.0))
     return Cluster("links", "links", Device("rank", {"float64": 1.0}, 1, 1.0), 1, size, links)
 
@@ -306,11 +305,11 @@ PANELS += [
 
 
 def record_family(group: Group) -> list[dict[str, Any]]:
-    """One call of every panel; its messages on rank 0, with times in α by the clock of
-    `on_the_clock`. [] elsewhere.
+    """Record one call for every panel; return its messages on rank 0, with times in α by the clock
+    of `on_the_clock`, and [] on other ranks.
 
-    The messages of the call are recorded, and are the same as those on the clock. `part` is a
-    message's share of n, the bytes of one rank's array; in an all-to-all that is all of its parts.
+    The recorded messages are the same as those on the clock. `part` is a message's share of n, the
+    bytes of one rank's array; in an all-to-all n is the bytes of all of its parts.
     """
     panels = []
     for verb, algorithm in PANELS:

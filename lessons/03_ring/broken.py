@@ -1,5 +1,4 @@
-"""Three broken rings of lesson 03, without their names: each runs, and prints what is in each
-chunk, and the ledger.
+"""Run three broken rings of lesson 03: each prints what each chunk holds, and the ledger.
 
 Find the fault first, then read the answer in README.md, section 5.
 """
@@ -17,13 +16,13 @@ from minidist.lessons.running import Break
 
 RANKS = 4
 ELEMENTS = 400
-BASE = 16  # rank r brings BASE**r, so the digits of a sum tell whose parts are in it, and how often
+BASE = 16  # rank r's number is BASE**r: the digits of a sum show whose parts it has, and how often
 
 AllReduce = Callable[[Any, np.ndarray], np.ndarray]
 
 
 def first(group: Group, x: np.ndarray) -> np.ndarray:
-    """Reduce-scatter, then all-gather."""
+    """All-reduce by a reduce-scatter, then an all-gather."""
     size = group.size
     rank = group.rank
     chunks = np.array_split(x.copy(), group.size)
@@ -35,7 +34,7 @@ def first(group: Group, x: np.ndarray) -> np.ndarray:
 
 
 def second(group: Group, x: np.ndarray) -> np.ndarray:
-    """Reduce-scatter, then all-gather."""
+    """All-reduce by a reduce-scatter, then an all-gather."""
     size = group.size
     rank = group.rank
     chunks = np.array_split(x.copy(), group.size)
@@ -47,7 +46,7 @@ def second(group: Group, x: np.ndarray) -> np.ndarray:
 
 
 def third(group: Group, x: np.ndarray) -> np.ndarray:
-    """Reduce-scatter, then all-gather."""
+    """All-reduce by a reduce-scatter, then an all-gather."""
     size = group.size
     rank = group.rank
     known = [group.reduce_scatter(x, algorithm="ring")]
@@ -59,15 +58,15 @@ def third(group: Group, x: np.ndarray) -> np.ndarray:
 
 
 def _pass(group: Group, chunk: np.ndarray) -> np.ndarray:
-    """To the next rank, and from the one before."""
+    """Send a chunk to the next rank; return what the previous rank sent."""
     return group.exchange(
         chunk, dst=(group.rank + 1) % group.size, src=(group.rank - 1) % group.size
     )
 
 
 def examine(all_reduce: AllReduce) -> None:
-    """Run it beside the library's ring: whose parts are in which chunk on each rank, messages and
-    bytes of both."""
+    """Run `all_reduce` and the library's ring; print whose parts each chunk of each rank holds, and
+    the messages and bytes of both."""
 
     def ranks(group: Group) -> tuple[list[str], list[tuple[int, int]]]:
         x = np.full(ELEMENTS, BASE**group.rank, np.int64)
@@ -90,7 +89,7 @@ def examine(all_reduce: AllReduce) -> None:
 
 
 def _who(value: int) -> str:
-    """0x1021 -> "0+2*1+3": whose parts are in a sum."""
+    """Return whose parts a sum holds: 0x1021 -> "0+2*1+3"."""
     counts = [(value // BASE**rank) % BASE for rank in range(RANKS)]
     return "+".join(
         f"{count}*{rank}" if count > 1 else str(rank) for rank, count in enumerate(counts) if count

@@ -19,7 +19,7 @@ from minidist.grading import hole
 
 
 def plain_reduce_scatter(group, chunks):
-    """Add the ranks' chunks, one for each rank, in place; in the end chunks[rank] is the sum over
+    """Add the ranks' chunks, one for each rank, in place; at the end chunks[rank] is the sum over
     all ranks.
 
     P=3      r0 sends    r1 sends    r2 sends
@@ -28,7 +28,7 @@ def plain_reduce_scatter(group, chunks):
 
     Args:    chunks: a list of group.size one-dimensional arrays, near-equal in length (some may be
              empty); overwritten.
-    Cost:    size - 1 messages a rank, each one chunk, each to next_rank.
+    Cost:    size - 1 messages per rank, each one chunk, each to next_rank.
     """
     next_rank = (group.rank + 1) % group.size
     prev_rank = (group.rank - 1) % group.size
@@ -50,11 +50,12 @@ def plain_reduce_scatter(group, chunks):
 
 
 def plain_all_gather(group, chunks):
-    """Pass the finished chunks round, in place; chunks[rank] is finished, in the end all are.
+    """Send the finished chunks around the ring, in place; at first only chunks[rank] is finished, at
+    the end all are.
 
     Args:    chunks: as plain_reduce_scatter leaves them: chunks[group.rank] is finished, the others
              are leftovers.
-    Cost:    size - 1 messages a rank, each one chunk, each to next_rank.
+    Cost:    size - 1 messages per rank, each one chunk, each to next_rank.
     """
     next_rank = (group.rank + 1) % group.size
     prev_rank = (group.rank - 1) % group.size
@@ -69,7 +70,7 @@ def plain_all_gather(group, chunks):
 
 
 def plain_all_reduce(group, x):
-    """The sum of x (n,) over the ranks, on every rank: the two halves, one after the other."""
+    """Return the sum of x (n,) over the ranks, on every rank: reduce-scatter, then all-gather."""
     chunks = np.array_split(x.copy(), group.size)
     plain_reduce_scatter(group, chunks)
     plain_all_gather(group, chunks)

@@ -23,8 +23,8 @@ CELL = 0.2  # height of a chunk's box, in rows
 
 
 def bytes_by_size() -> dict[str, list[float]]:
-    """Bytes the busiest rank sends in one all-reduce of n bytes, in units of n, for P = 1 .. MOST,
-    measured."""
+    """Measure the bytes that the busiest rank sends in one all-reduce of n bytes, in units of n,
+    for P = 1 .. MOST."""
     n = lesson.ELEMENTS * lesson.FLOAT32
     ways = {"plain": lesson.plain_all_reduce, "ring": lesson.ring_all_reduce}
     return {
@@ -37,7 +37,7 @@ def bytes_by_size() -> dict[str, list[float]]:
 
 
 def draw(messages: list[dict[str, Any]], folder: Path) -> None:
-    """figure.png and figure.mmd from what was recorded."""
+    """Draw figure.png and figure.mmd from what was recorded."""
     figure = look.new_figure(
         13.5,
         6.6,
@@ -53,7 +53,7 @@ def draw(messages: list[dict[str, Any]], folder: Path) -> None:
 
 
 def _space_time(ax: Any, messages: list[dict[str, Any]]) -> None:
-    """Rows are ranks, columns are moments between the steps; a square per chunk, an arrow per
+    """Draw ranks as rows and the moments between steps as columns; a square per chunk, an arrow per
     message."""
     steps = 2 * (RANKS - 1)
     holds = [[{rank} for _ in range(RANKS)] for rank in range(RANKS)]
@@ -117,12 +117,12 @@ def _space_time(ax: Any, messages: list[dict[str, Any]]) -> None:
 
 
 def _place(moment: int, rank: int, chunk: int) -> tuple[float, float]:
-    """The middle of a chunk's square: four in a column, c0 on top."""
+    """Return the middle of a chunk's square: four stand in a column, c0 at the top."""
     return float(moment), rank + (chunk - (RANKS - 1) / 2) * CELL
 
 
 def _memory(ax: Any, moment: int, holds: list[list[set[int]]]) -> None:
-    """What every rank holds at one moment."""
+    """Draw what every rank holds at one moment."""
     for rank, chunks in enumerate(holds):
         for chunk, parts in enumerate(chunks):
             x, y = _place(moment, rank, chunk)
@@ -130,7 +130,7 @@ def _memory(ax: Any, moment: int, holds: list[list[set[int]]]) -> None:
 
 
 def _box(ax: Any, x: float, y: float, text: str, parts: int, height: float = CELL - 0.034) -> None:
-    """One chunk: the darker, the more ranks' parts are in it; green when all are."""
+    """Draw one chunk: the more ranks' parts it holds, the darker; green when it holds all."""
     done = parts == RANKS
     shade = 0.10 + 0.72 * (parts - 1) / (RANKS - 1)
     ax.add_patch(
@@ -157,7 +157,7 @@ def _box(ax: Any, x: float, y: float, text: str, parts: int, height: float = CEL
 
 
 def _shades(ax: Any) -> None:
-    """What the colours of the boxes mean."""
+    """Draw the legend of the boxes' colours."""
     for parts in range(1, RANKS + 1):
         x = 0.4 + 1.55 * (parts - 1)
         _box(ax, x, 0.5, "", parts, height=0.5)
@@ -171,8 +171,8 @@ def _shades(ax: Any) -> None:
 
 
 def _arrow(ax: Any, step: int, message: dict[str, Any], color: str) -> None:
-    """One message, from the sender's box now to the receiver's a moment later; past the edge it
-    comes in again."""
+    """Draw one message from the sender's box to the receiver's box one moment later; past the edge
+    it enters again at the other side."""
     x0, y0 = _place(step, message["src"], message["chunk"])
     x1, y1 = _place(step + 1, message["dst"], message["chunk"])
     start = (x0 + 0.14, y0)
@@ -223,8 +223,7 @@ def _draw_arrow(
 
 
 def _bars(ax: Any, measured: dict[str, list[float]]) -> None:
-    """The busiest rank's bytes by number of ranks, measured, with the formulas' lines through
-    them."""
+    """Draw the busiest rank's measured bytes by number of ranks, and the formulas as lines."""
     sizes = np.arange(1, MOST + 1)
     look.quiet(ax, grid="y")
     ax.bar(sizes - 0.2, measured["plain"], 0.38, color="#c9ced6", label="plain, rank 0 (measured)")
@@ -255,7 +254,8 @@ def _bars(ax: Any, measured: dict[str, list[float]]) -> None:
 
 
 def mermaid(messages: list[dict[str, Any]]) -> str:
-    """The recorded messages as a Mermaid sequence diagram, in the form the notes use (N2:50)."""
+    """Return the recorded messages as a Mermaid sequence diagram, in the form that the notes use
+    (N2:50)."""
     size = max(message["src"] for message in messages) + 1
     lines = [
         "sequenceDiagram",

@@ -1,8 +1,7 @@
-"""Lesson 03: ring all-reduce, measured: bytes, messages and time beside the formulas and beside the
-plain way.
+"""Lesson 03: ring all-reduce, measured: bytes, messages and time, compared with the formulas.
 
 mpirun -n 4 python lessons/03_ring/lesson.py
-python lessons/03_ring/lesson.py                       # alone: eight ranks as threads
+python lessons/03_ring/lesson.py                       # no launcher: eight threads
 python lessons/03_ring/lesson.py --break send-first    # see README.md, section 5
 """
 
@@ -28,11 +27,11 @@ FLOAT32 = 4
 
 
 def record_messages(group: Group) -> list[dict[str, Any]]:
-    """The messages of one ring all-reduce, in order of step and sender, on rank 0; an empty list
-    elsewhere.
+    """Record the messages of one ring all-reduce; return them by step and sender on rank 0, and an
+    empty list elsewhere.
 
-    Each: src, dst (group ranks), chunk, nbytes, step (the sender's how-manieth), holds (ranks whose
-    part is in it).
+    Each: src, dst (group ranks), chunk, nbytes, step (counted from 0 at each sender), holds (the
+    ranks whose parts it contains).
     """
     events: list[Any] = []
     stop = group.ledger.subscribe(events.append)
@@ -73,12 +72,12 @@ def contributions(messages: list[dict[str, Any]], size: int) -> list[dict[str, A
 
 
 def ring_all_reduce(group: Group, x: np.ndarray) -> np.ndarray:
-    """The library's ring, whatever `auto` would choose."""
+    """All-reduce by the library's ring, not by the algorithm that `auto` would choose."""
     return group.all_reduce(x, algorithm="ring")
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  The messages of one ring all-reduce")
     messages_of_one_ring(group, page)
     page.heading("2  What a rank sends")
@@ -94,8 +93,8 @@ def tour(group: Group, page: Page) -> None:
 
 
 def messages_of_one_ring(group: Group, page: Page) -> None:
-    """Every message, recorded: sender, receiver, chunk, and the ranks whose contributions are in
-    it."""
+    """Show every recorded message: sender, receiver, chunk, and the ranks whose parts it
+    contains."""
     ring = group.split(0 if group.rank < 4 else 1)
     recorded = record_messages(ring) if group.rank < 4 else []
     if not recorded:
@@ -121,7 +120,8 @@ def messages_of_one_ring(group: Group, page: Page) -> None:
 
 
 def bytes_and_messages(group: Group, page: Page) -> None:
-    """Bytes and messages of the busiest rank for P = 1 .. size, beside 2(P-1)/P n and 2(P-1)."""
+    """Compare the busiest rank's bytes and messages with 2(P-1)/P n and 2(P-1), for P = 1 ..
+    size."""
     rows = []
     nbytes = ELEMENTS * FLOAT32
     for size in range(1, group.size + 1):
@@ -164,7 +164,8 @@ def bytes_and_messages(group: Group, page: Page) -> None:
 
 
 def busiest(group: Group, all_reduce: Any) -> tuple[int, int]:
-    """(messages, bytes) of the rank that sends most in one all-reduce of ELEMENTS float32."""
+    """Return (messages, bytes) of the rank that sends most in one all-reduce of ELEMENTS
+    float32."""
     x = np.ones(ELEMENTS, np.float32)
     before = totals(group.ledger)
     total = all_reduce(group, x)
@@ -177,8 +178,10 @@ def busiest(group: Group, all_reduce: Any) -> tuple[int, int]:
 
 
 def hot_link(group: Group, page: Page) -> None:
-    """Sent and received bytes of each rank, plain and ring: received is what the others' events say
-    they sent here."""
+    """Show the bytes that each rank sends and receives, plain and ring.
+
+    Received bytes are those that the other ranks' events say they sent here.
+    """
     figures = {
         name: traffic(group, work)
         for name, work in (("plain", plain_all_reduce), ("ring", ring_all_reduce))
@@ -202,7 +205,8 @@ def hot_link(group: Group, page: Page) -> None:
 
 
 def traffic(group: Group, all_reduce: Any) -> dict[str, list[int]]:
-    """{"sent": [...], "received": [...]} in bytes by rank, on rank 0; an empty dict elsewhere."""
+    """Return {"sent": [...], "received": [...]}, bytes by rank, on rank 0; an empty dict
+    elsewhere."""
     events: list[Any] = []
     stop = group.ledger.subscribe(events.append)
     all_reduce(group, np.ones(ELEMENTS, np.float32))
@@ -224,7 +228,8 @@ def traffic(group: Group, all_reduce: Any) -> dict[str, list[int]]:
 
 
 def broadcast_then_add(group: Group, page: Page) -> None:
-    """N3:26 taken at its word, beside the ring: the same chunk on every rank, P times the bytes."""
+    """Compare N3:26, taken literally, with the ring: the same chunk on every rank, P times the
+    bytes."""
     x = np.arange(ELEMENTS, dtype=np.float32) % 7 + group.rank
     rows = []
     results = []
@@ -252,8 +257,10 @@ def literally(group: Group, x: np.ndarray) -> np.ndarray:
 
 
 def seconds(group: Group, page: Page) -> None:
-    """Median time of both ways; a wall clock, so it moves from run to run, unlike every count
-    above."""
+    """Show the median time of the plain all-reduce and of the ring.
+
+    A wall clock's times differ from run to run; the counts above do not.
+    """
     rows = []
     for nbytes in (16 * 1024, 1024 * 1024, 4 * 1024 * 1024):
         x = np.ones(nbytes // FLOAT32, np.float32)
@@ -276,8 +283,8 @@ def seconds(group: Group, page: Page) -> None:
 
 
 def rounding(group: Group, page: Page) -> None:
-    """Sums in half precision: how far from the sum in float64, beside half a unit in the last place
-    a rounding."""
+    """Compare the error of sums in half precision, against the sum in float64, with half a unit in
+    the last place per rounding."""
     rows = []
     values = np.random.default_rng(group.rank).random(840)
     for algorithm, roundings in (("ring", group.size - 1), ("direct", min(1, group.size - 1))):
@@ -313,8 +320,8 @@ def rounding(group: Group, page: Page) -> None:
 
 
 def send_first() -> None:
-    """Four ranks on links without buffer, all send first: a deadlock, which the monitor finds and
-    ends."""
+    """Let four ranks on links without a buffer all send first: a deadlock, which the monitor finds
+    and ends."""
 
     def all_send_first(group: Group) -> None:
         group.send(np.ones(1000), dst=(group.rank + 1) % group.size)
@@ -324,7 +331,7 @@ def send_first() -> None:
 
 
 def whole_tensors() -> None:
-    """A 'ring' that passes whole tensors: the sum is right, the bytes are not."""
+    """Run a 'ring' that passes whole tensors: the sum is right, the bytes are not."""
 
     def ring_of_whole_tensors(group: Group) -> tuple[float, int]:
         x = np.full(1000, group.rank + 1.0)
@@ -348,7 +355,7 @@ def whole_tensors() -> None:
 
 
 def stop_early() -> None:
-    """One all-gather step too few: one stale chunk a rank."""
+    """Run one all-gather step too few: each rank keeps one stale chunk."""
 
     def one_step_short(group: Group) -> list[int]:
         x = np.arange(8.0) + group.rank
@@ -368,7 +375,7 @@ def stop_early() -> None:
 
 
 def odd_one_out() -> None:
-    """Rank 1 brings one element more: all ranks say so."""
+    """Let rank 1 bring one element more: all ranks report it."""
     md.run(
         lambda group: group.all_reduce(np.ones(1000 + (group.rank == 1)), algorithm="ring"),
         size=4,
@@ -377,7 +384,9 @@ def odd_one_out() -> None:
 
 
 BREAKS = {
-    "send-first": Break(send_first, says="no rank can go on: 0 waits for 1", error=DeadlockError),
+    "send-first": Break(
+        send_first, says="no rank can continue: 0 waits for 1", error=DeadlockError
+    ),
     "whole-tensors": Break(
         whole_tensors,
         says="each rank sent 56000 bytes; a ring of chunks sends 14000",

@@ -19,25 +19,26 @@ ELEMENTS = 1000
 
 
 def leaders_of(nodes: tuple[int, ...]) -> list[int]:
-    """The first rank of each machine."""
+    """Return the first rank of each machine."""
     return [nodes.index(node) for node in sorted(set(nodes))]
 
 
 def broken_one_leader(group: Group, x: np.ndarray) -> np.ndarray:
-    """Reduce to the leader, tell all ranks."""
+    """All-reduce: reduce to the leader, then broadcast to all ranks."""
     total = group.reduce(x, root=0, algorithm="naive")
     return group.broadcast(total, root=0, algorithm="naive")
 
 
 def broken_whole_machine(group: Group, x: np.ndarray) -> np.ndarray:
-    """Add up inside the machine; then every rank meets its counterpart on the other."""
+    """All-reduce inside the machine; then each rank all-reduces with its counterpart on the other
+    machine."""
     inside = group.split(NODES[group.rank])
     between = group.split(group.rank % 4)
     return between.all_reduce(inside.all_reduce(x, algorithm="ring"), algorithm="ring")
 
 
 def broken_sum_of_sums(group: Group, x: np.ndarray) -> np.ndarray:
-    """The mean over a machine, then over the machines."""
+    """Average over each machine, then over the machines."""
     nodes = (0, 0, 0, 0, 0, 0, 1, 1)
     inside = group.split(nodes[group.rank])
     mean = inside.all_reduce(x, op="mean")
@@ -49,7 +50,7 @@ def broken_sum_of_sums(group: Group, x: np.ndarray) -> np.ndarray:
 
 
 def broken_followers_asleep(group: Group, x: np.ndarray) -> np.ndarray:
-    """Leaders add up, and all ranks of the machine go on when they have the result."""
+    """All-reduce: leaders add up, and all ranks of a machine continue when they have the result."""
     inside = group.split(NODES[group.rank])
     total = inside.reduce(x, root=0)
     across = group.split(0 if group.rank in leaders_of(NODES) else None)
@@ -59,7 +60,7 @@ def broken_followers_asleep(group: Group, x: np.ndarray) -> np.ndarray:
 
 
 def _show(work: Callable[[Any, np.ndarray], np.ndarray], right: str) -> None:
-    """What the first element is on each rank, and the bytes between the machines."""
+    """Print the first element on each rank, and the bytes between the machines."""
 
     def ranks(group: Group) -> tuple[float, int, int]:
         events: list[Any] = []
@@ -85,29 +86,30 @@ def _show(work: Callable[[Any, np.ndarray], np.ndarray], right: str) -> None:
 
 
 def one_leader() -> None:
-    """Everything right, and eight times as slow as it looks."""
+    """Run broken_one_leader: the result is right; count the bytes between the machines."""
     _show(broken_one_leader, "36 is right")
     _show(lambda group, x: _hierarchical(group, x), "the library's hierarchical")
 
 
 def whole_machine() -> None:
-    """Fast inside, and between?"""
+    """Run broken_whole_machine: it is quick inside a machine; count the bytes between machines."""
     _show(broken_whole_machine, "36 is right")
     _show(lambda group, x: _hierarchical(group, x), "the library's hierarchical")
 
 
 def mean_of_means() -> None:
-    """Machines of six and of two ranks."""
+    """Run broken_sum_of_sums on machines of six and of two ranks."""
     _show(broken_sum_of_sums, "the mean of 1 .. 8 is 4.5")
 
 
 def followers_asleep() -> None:
-    """No rank dies; which rank waits for which?"""
+    """Run broken_followers_asleep: no rank dies; which rank waits for which?"""
     _show(broken_followers_asleep, "36 is right")
 
 
 def _hierarchical(group: Group, x: np.ndarray) -> np.ndarray:
-    """The library's, told that ranks 0 to 3 and 4 to 7 share a machine."""
+    """All-reduce by the library's algorithm, with ranks 0 to 3 on one machine and 4 to 7 on
+    another."""
     group.nodes = NODES
     return group.all_reduce(x, algorithm="hierarchical")
 

@@ -24,13 +24,13 @@ from minidist.grading import hole
 
 
 def ring_hops(a, b, size):
-    """Links between device a and device b on a ring of `size` devices, which carries messages both
-    ways round."""
+    """Return the number of links between devices a and b on a ring of `size` devices that carries
+    messages in both directions."""
     return hole(1, "the shorter of the two ways round (section 1)", a, b, size)
 
 
 def cut(links, half):
-    """How many links join the devices in `half` with the others.
+    """Return how many links join the devices in `half` with the others.
 
     Args:    links: pairs (a, b), each link once. half: a set of devices.
     """
@@ -40,25 +40,26 @@ def cut(links, half):
 
 
 def machine(rank, nodes):
-    """The ranks that share this rank's machine, itself among them, in order.
+    """Return the ranks on the same machine as `rank`, itself included, in order.
 
-    Machines need not hold ranks that follow each other, nor equally many.
+    The ranks of a machine need not be consecutive, and machines may have different numbers of
+    ranks.
     """
     return hole(3, "all ranks with this rank's node (section 4)", rank, nodes)
 
 
 def leaders(nodes):
-    """The first rank of each machine, in order."""
-    return hole(4, "one rank of each node: where it first stands (section 4)", nodes)
+    """Return the first rank of each machine, in order."""
+    return hole(4, "the first rank of each node (section 4)", nodes)
 
 
 def plain_all_reduce(node, leaders, x):
-    """The sum of x over all ranks; between machines only leaders talk.
+    """Return the sum of x over all ranks; only leaders send between machines.
 
     P=4, two machines of two    r1 -> r0, r3 -> r2      then r0 and r2 all-reduce      then r0 -> r1, r2 -> r3
 
-    Args:    node: the ranks of this machine, of which number 0 leads. leaders: the leaders, None on
-             any other rank.
+    Args:    node: the group of this machine's ranks; its rank 0 is the leader. leaders: the group of
+             leaders; None on any other rank.
     """
     total = tree.plain_reduce(node, x, root=0)
     if leaders is not None:
@@ -77,19 +78,20 @@ def plain_all_reduce(node, leaders, x):
 
 
 def ring_seconds(size, nbytes, alpha, beta):
-    """A flat ring over `size` ranks, every step at the pace of the slow link: α seconds a message,
-    β a byte."""
+    """Return the seconds of a flat ring over `size` ranks; the slow link sets the pace of every
+    step: α seconds per message, β per byte."""
     return hole(7, "2(P-1) steps of one chunk (section 4)")
 
 
 def hierarchical_seconds(machines, nbytes, alpha, beta):
-    """The ring of the leaders alone, which is what the slow link sees of a hierarchical
-    all-reduce."""
+    """Return the seconds of the leaders' ring, the part of a hierarchical all-reduce that uses the
+    slow link."""
     return hole(8, "the same ring, of leaders (section 4)")
 
 
 def fit(sizes, seconds):
-    """(alpha, beta) of the straight line through measured times: seconds = alpha + beta * sizes.
+    """Return (alpha, beta) of the straight line through measured times: seconds = alpha + beta *
+    sizes.
 
     Args:    sizes, seconds: arrays of one length. np.polyfit(x, y, 1) gives slope and intercept, in
              this order.

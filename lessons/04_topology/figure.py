@@ -28,7 +28,7 @@ SLOW = look.RANKS[3]
 
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0, what the figure shows; the other ranks' part of it is empty."""
+    """Return on rank 0 what the figure shows; on other ranks a part of it or {}."""
     messages = lesson.recorded(group, "halving-doubling")
     timelines = {name: over_time(group, name) for name in ("ring", "hierarchical")}
     pair = group.split(0 if group.rank < 2 else None)
@@ -49,7 +49,8 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def over_time(group: Group, algorithm: str) -> list[dict[str, Any]]:
-    """The messages of one all_reduce on two machines, 20 ms between them; times in α, on rank 0."""
+    """Return the messages of one all_reduce on two machines with 20 ms between them; times in α, on
+    rank 0."""
     alpha = 20e-3
     nodes = lesson.halves(group.size)
     events: list[Any] = []
@@ -83,7 +84,7 @@ def over_time(group: Group, algorithm: str) -> list[dict[str, Any]]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """Draw figure.png from what was recorded."""
     figure = look.new_figure(
         14.0,
         9.2,
@@ -116,7 +117,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _places(wires: Any) -> dict[int, tuple[float, float]]:
-    """Where each device and switch stands."""
+    """Return the place of each device and switch in the drawing."""
     if wires.name == "torus":
         columns = wiring.grid(wires.devices).columns
         return {
@@ -141,8 +142,7 @@ def _places(wires: Any) -> dict[int, tuple[float, float]]:
 
 
 def _wires(ax: Any, wires: Any, messages: list[Any]) -> None:
-    """One wiring: a line for each link, the thicker the more bytes went over its busier
-    direction."""
+    """Draw one wiring: a line for each link; its width is the bytes over its busier direction."""
     spots = _places(wires)
     unit = lesson.ELEMENTS * 8
     carried = wiring.load(wires, messages)
@@ -203,7 +203,7 @@ def _wires(ax: Any, wires: Any, messages: list[Any]) -> None:
 
 
 def _space_time(ax: Any, name: str, messages: list[dict[str, Any]]) -> None:
-    """Ranks side by side, time downwards in α of the link between the machines."""
+    """Draw ranks side by side, and time downwards in α of the link between the machines."""
     end = max(message["stop"] for message in messages)
     for rank in range(RANKS):
         ax.plot([rank, rank], [0, end], color=look.GRID, linewidth=2.5, zorder=1)

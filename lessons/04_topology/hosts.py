@@ -1,12 +1,12 @@
-"""Two hosts for real, on one machine: network namespaces joined by a shaped link. For root, on
-Linux with iproute2.
+"""Run two hosts on one machine: network namespaces joined by a shaped link. For root, on Linux with
+iproute2.
 
     python lessons/04_topology/hosts.py [--rate 200mbit] [--delay 2ms] [--out DIR]      # a table, and hosts.png
 
-Two launchers, one in each namespace, start four ranks each; they meet over the link and all-reduce,
-flat and hierarchical. Elsewhere it says why this machine cannot. A delay is the kernel's (tc's
-netem) where it has that; else each message between the hosts sleeps as long before it leaves
-(links.py), and the table says so.
+Two launchers, one in each namespace, start four ranks each. The ranks connect over the link and
+all-reduce, flat and hierarchical. If this machine does not allow it, the script says why. A delay
+is the kernel's (tc's netem) where it has that. Otherwise each message between the hosts sleeps as
+long before it leaves (links.py), and the table says so.
 """
 
 import argparse
@@ -40,8 +40,8 @@ ALGORITHMS = ("ring", "hierarchical")
 
 
 def ranks(file: Path, asleep: float = 0.0) -> None:
-    """One rank of the job: the median over rounds of the slowest rank's time; rank 0 writes them to
-    `file`.
+    """Run one rank of the job; rank 0 writes to `file` the slowest rank's times, the median over
+    rounds.
 
     `asleep`: seconds that each message between the hosts waits before it leaves.
     """
@@ -59,7 +59,7 @@ def ranks(file: Path, asleep: float = 0.0) -> None:
 
 
 def timed(world: Group) -> list[list[Any]]:
-    """Rows of (algorithm, bytes, seconds)."""
+    """Return rows of (algorithm, bytes, seconds)."""
     rows: list[list[Any]] = []
     for nbytes in SIZES:
         for algorithm in ALGORITHMS:
@@ -79,8 +79,8 @@ def timed(world: Group) -> list[list[Any]]:
 
 
 def measure(rate: str, delay: str = "") -> dict[str, Any]:
-    """The job on two hosts joined by a link of `rate` and `delay`, as tc spells them ("200mbit",
-    "2ms").
+    """Run the job on two hosts joined by a link of `rate` and `delay`, written as tc does
+    ("200mbit", "2ms").
 
     Raises: LaunchError if this machine does not let us; CalledProcessError if the job fails.
     """
@@ -120,7 +120,7 @@ def measure(rate: str, delay: str = "") -> dict[str, Any]:
 
 
 def bytes_per_second(rate: str) -> float:
-    """200mbit -> 25e6. tc counts in powers of ten."""
+    """Return the bytes per second of a rate: 200mbit -> 25e6. tc counts in powers of ten."""
     match = re.fullmatch(r"(\d+)(k|m|g)bit", rate)
     if match is None:
         raise argparse.ArgumentTypeError(f"{rate!r} is no rate; choose one like 200mbit")
@@ -128,7 +128,7 @@ def bytes_per_second(rate: str) -> float:
 
 
 def seconds_of(delay: str) -> float:
-    """2ms -> 0.002."""
+    """Return the seconds of a delay: 2ms -> 0.002."""
     match = re.fullmatch(r"(\d+)(us|ms|s)", delay)
     if match is None:
         raise argparse.ArgumentTypeError(f"{delay!r} is no delay; choose one like 2ms")
@@ -136,21 +136,21 @@ def seconds_of(delay: str) -> float:
 
 
 def waits(algorithm: str, size: int, hosts: int) -> int:
-    """How often a rank waits for the link: 2(P-1) steps around all ranks, 2(M-1) around the
-    leaders."""
+    """Return how often a rank waits for the link: 2(P-1) steps of a ring of all ranks, 2(M-1) of a
+    ring of leaders."""
     return 2 * ((size if algorithm == "ring" else hosts) - 1)
 
 
 def crossing(algorithm: str, size: int, hosts: int) -> float:
-    """How often the array crosses the link in each direction: 2(P-1)/P around all ranks, 2(M-1)/M
-    around leaders."""
+    """Return how often the array crosses the link in each direction: 2(P-1)/P in a ring of all
+    ranks, 2(M-1)/M in a ring of leaders."""
     around = size if algorithm == "ring" else hosts
     return 2 * (around - 1) / around
 
 
 def show(measured: dict[str, Any]) -> None:
-    """The table, each time beside the link's part in it: bytes that cross over its rate, and waits
-    for its delay."""
+    """Print the table: each measured time, and the link's part of it (bytes divided by its rate,
+    and waits for its delay)."""
     from rich.table import Table
 
     delay = measured["delay"]
@@ -183,7 +183,7 @@ def show(measured: dict[str, Any]) -> None:
 
 
 def draw(measured: dict[str, Any], folder: Path) -> None:
-    """hosts.png: points measured, lines what the link alone would take."""
+    """Draw hosts.png: measured times as points, the link's own time as lines."""
     from minidist.lessons import figures as look
 
     figure = look.new_figure(

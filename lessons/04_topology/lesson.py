@@ -1,8 +1,7 @@
-"""Lesson 04: topology: what wires do to collectives; hierarchical all-reduce; α and β of your own
-machine.
+"""Lesson 04: topology: wirings and collectives; hierarchical all-reduce; α and β of your machine.
 
 mpirun -n 4 python lessons/04_topology/lesson.py
-python lessons/04_topology/lesson.py                              # alone: eight ranks as threads
+python lessons/04_topology/lesson.py                              # no launcher: eight threads
 python lessons/04_topology/lesson.py --break one-leader           # see README.md, section 9
 """
 
@@ -41,7 +40,7 @@ Message = tuple[int, int, int]  # src, dst, bytes
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  Wirings")
     wirings(page)
     page.heading("2  The same messages over other wires")
@@ -63,7 +62,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def wirings(page: Page) -> None:
-    """Links, hops and bisection of each wiring: counted, beside the formulas."""
+    """Compare the counted links, hops and bisection of each wiring with the formulas."""
     if not page.writes:
         return
     rows = []
@@ -103,7 +102,7 @@ def wirings(page: Page) -> None:
 
 
 def recorded(group: Group, algorithm: str) -> list[Message]:
-    """The messages of one all_reduce of ELEMENTS, on rank 0; [] elsewhere."""
+    """Return the messages of one all_reduce of ELEMENTS on rank 0; [] elsewhere."""
     events: list[Any] = []
     stop = group.ledger.subscribe(events.append)
     group.all_reduce(np.ones(ELEMENTS), algorithm=algorithm)
@@ -118,7 +117,7 @@ def recorded(group: Group, algorithm: str) -> list[Message]:
 
 
 def same_messages(group: Group, page: Page) -> None:
-    """The recorded messages of each algorithm, routed over each wiring: the bytes of the busiest
+    """Route the recorded messages of each algorithm over each wiring; show the bytes of the busiest
     link."""
     nbytes = ELEMENTS * 8
     rows = []
@@ -145,8 +144,8 @@ def same_messages(group: Group, page: Page) -> None:
 
 
 def both_ways(page: Page) -> None:
-    """torus-both on tori of one, two and three dims: steps, and the bytes of the busiest link
-    beside the formula."""
+    """Show torus-both on tori of one, two and three dims: steps, and the busiest link's bytes with
+    the formula."""
     if page.writes:
         page.table(
             "all_reduce on tori: bytes over the busiest link, one direction",
@@ -158,7 +157,8 @@ def both_ways(page: Page) -> None:
 
 
 def on_tori() -> list[list[Any]]:
-    """The rows of that table; messages as a simulated rank of each algorithm sends them."""
+    """Return the rows of the table of tori; the messages are those that a simulated rank of each
+    algorithm sends."""
     rows = []
     for size in BOXES:
         sides = box(size)
@@ -195,13 +195,13 @@ def _busiest(wires: Any, messages: list[Message]) -> float:
 
 
 def halves(size: int) -> list[int]:
-    """The first half of the ranks on machine 0, the others on machine 1."""
+    """Place the first half of the ranks on machine 0 and the others on machine 1."""
     return [int(rank >= (size + 1) // 2) for rank in range(size)]
 
 
 def two_machines(group: Group, page: Page) -> None:
-    """Bytes between machines and time, flat and hierarchical, for ranks placed in halves and dealt
-    out in turn."""
+    """Show bytes between machines and time, flat and hierarchical, for ranks placed in halves and
+    in turn."""
     rows = []
     for name, nodes in (
         ("in halves", halves(group.size)),
@@ -251,7 +251,7 @@ def two_machines(group: Group, page: Page) -> None:
 
 
 def seconds(group: Group, nodes: list[int], algorithm: str, nbytes: int) -> float:
-    """The slowest rank's time for one all_reduce of `nbytes` on two machines."""
+    """Return the slowest rank's time for one all_reduce of `nbytes` on two machines."""
     with links.machines(group, nodes, **NETWORK) as cluster:
         group.barrier()
         begin = time.perf_counter()
@@ -265,8 +265,8 @@ def seconds(group: Group, nodes: list[int], algorithm: str, nbytes: int) -> floa
 
 
 def exchange_times(group: Group, repeats: int = 15) -> dict[int, float]:
-    """Seconds of one exchange with both neighbours on the ring, by bytes: the median of the slowest
-    rank's times."""
+    """Return the seconds of one exchange with both neighbours on the ring, by bytes: the median of
+    the slowest rank's times."""
     times = {}
     for nbytes in SIZES:
         x = np.ones(nbytes // 8)
@@ -289,7 +289,7 @@ def exchange_times(group: Group, repeats: int = 15) -> dict[int, float]:
 
 
 def fitted(group: Group, times: dict[int, float]) -> LinkCost:
-    """α and β that come closest, by relative error: as `minidist bench calibrate` fits them."""
+    """Fit α and β with the least relative error, as `minidist bench calibrate` does."""
     return fit(
         group.transport.name,
         group.size,
@@ -333,8 +333,8 @@ def alpha_and_beta(group: Group, page: Page) -> None:
 
 
 def one_sided(group: Group, page: Page) -> None:
-    """RDMA (N2:514) as MPI offers it: rank 0 puts into rank 1's window, which does nothing
-    meanwhile."""
+    """Show RDMA (N2:514) as MPI offers it: rank 0 puts into rank 1's window, and rank 1 does
+    nothing meanwhile."""
     if group.transport.name != "mpi" or group.size < 2:
         page.say(
             "A put needs a window into another rank's memory. MPI has one: run this lesson "

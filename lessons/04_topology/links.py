@@ -22,7 +22,7 @@ from minidist.comm.transports.throttled import Delayed
 
 
 class Network(Delayed):
-    """As Delayed, for messages to ranks of other machines only.
+    """Delay messages to ranks of other machines only.
 
     Args:    nodes: the machine of each rank of the job.
     """
@@ -41,8 +41,8 @@ class Network(Delayed):
 
 @contextlib.contextmanager
 def machines(group: Group, nodes: Sequence[int], *, alpha: float, beta: float) -> Iterator[Group]:
-    """The same ranks as if they were on several machines; `nodes` has one number a rank of the
-    group.
+    """Yield the same ranks as if they were on several machines; `nodes` has one number per rank of
+    the group.
 
     Every rank of the group enters and leaves together, as with `split`.
     """

@@ -1,8 +1,8 @@
-"""Several spines, and where ranks lie: lesson 04 on virtual machines, by the routes of
+"""Show several spines, and where ranks lie: lesson 04 on virtual machines, by the routes of
 minidist/simulate/topology.py.
 
-busy = slowest(fabric("static"), pairs)         # how many times longer than alone the slowest
-                                                message takes
+busy = slowest(fabric("static"), pairs)         # the slowest message's time over its time on an
+                                                idle network
 places = dealt("tp inside", plan)               # the machine and device of each rank
 """
 
@@ -35,8 +35,8 @@ Pairs = Sequence[tuple[int, int]]  # src, dst: messages of equal length at the s
 
 
 def fabric(routing: str, oversubscription: float = 1.0) -> Topology:
-    """Leaves and spines; a leaf's cables upwards have the width of those downwards, divided by
-    `oversubscription`."""
+    """Return leaves and spines; a leaf's cables upwards have the total width of its cables
+    downwards, divided by `oversubscription`."""
     return Topology(
         1,
         WIRE,
@@ -50,8 +50,8 @@ def fabric(routing: str, oversubscription: float = 1.0) -> Topology:
 
 
 def slowest(topology: Topology, pairs: Pairs) -> float:
-    """How many times longer than alone the slowest message takes: the busiest link's load over its
-    width."""
+    """Return the slowest message's time as a multiple of its time on an idle network: the busiest
+    link's load over its width."""
     load: Counter[int] = Counter()
     for src, dst in pairs:
         load.update(topology.route(src, dst))
@@ -61,12 +61,13 @@ def slowest(topology: Topology, pairs: Pairs) -> float:
 
 
 def shift(distance: int) -> Pairs:
-    """Each machine sends to the one so far on: 1 is a step of a ring."""
+    """Pair each machine with the machine `distance` further on; 1 is a step of a ring."""
     return [(src, (src + distance) % MACHINES) for src in range(MACHINES)]
 
 
 def permutations(count: int, seed: int = 4) -> Iterable[Pairs]:
-    """Each machine sends to another, and hears from one; drawn at random."""
+    """Yield `count` random permutations: each machine sends to one machine and receives from
+    one."""
     chance = random.Random(seed)
     for _ in range(count):
         to = chance.sample(range(MACHINES), MACHINES)
@@ -74,7 +75,7 @@ def permutations(count: int, seed: int = 4) -> Iterable[Pairs]:
 
 
 def traffic() -> dict[str, list[Pairs]]:
-    """Kinds of traffic: what is sent at once, in turn."""
+    """Return kinds of traffic by name: a list of what is sent at once, step by step."""
     return {
         "a ring's step, machine to next machine": [shift(1)],
         "every machine to the one a leaf further on": [shift(LEAF)],
@@ -84,7 +85,7 @@ def traffic() -> dict[str, list[Pairs]]:
 
 
 def routed(page: Page) -> None:
-    """Static and adaptive routing, and half as many cables upwards."""
+    """Compare static routing, adaptive routing, and half as many cables upwards."""
     if not page.writes:
         return
     ways = (fabric("static"), fabric("adaptive"), fabric("adaptive", 2.0))
@@ -122,7 +123,7 @@ class Dealt(NamedTuple):
 
 
 def dealings() -> list[Dealt]:
-    """Eight ranks of PLAN on two machines of four devices."""
+    """Return several placements of PLAN's eight ranks on two machines of four devices."""
     ranks = range(8)
     return [
         Dealt(
@@ -140,8 +141,8 @@ def dealings() -> list[Dealt]:
 
 
 def across(axis: str, places: Sequence[int], cluster: Cluster) -> tuple[float, float]:
-    """A MiB all-reduced in every group of an axis: bytes between machines, over a MiB; seconds of
-    the slowest group."""
+    """All-reduce a MiB in every group of an axis; return the bytes between machines in MiB, and the
+    seconds of the slowest group."""
     groups = {RankPlaces(PLAN).members(axis, rank) for rank in range(8)}
     costs = [
         call_cost(
@@ -161,7 +162,7 @@ def across(axis: str, places: Sequence[int], cluster: Cluster) -> tuple[float, f
 
 
 def placed(page: Page) -> None:
-    """The same plan, dealt in three ways."""
+    """Show the same plan placed in three ways."""
     if not page.writes:
         return
     cluster = Cluster.parse("h100:2x4")

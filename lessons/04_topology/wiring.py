@@ -26,17 +26,18 @@ class Wiring(NamedTuple):
 
 
 def ring(size: int) -> Wiring:
-    """Each device has two neighbours."""
+    """Return a ring: each device has two neighbours."""
     return Wiring("ring", size, 0, _distinct((rank, (rank + 1) % size) for rank in range(size)))
 
 
 def torus(size: int) -> Wiring:
-    """The most square grid, each row and each column closed to a ring (环面网格, N4:153)."""
+    """Return the most square grid; each row and each column is closed to a ring (环面网格, N4:153)."""
     return box(grid(size))
 
 
 def box(sides: Sequence[int]) -> Wiring:
-    """A torus of any dims: each line of devices along a dim is closed to a ring."""
+    """Return a torus of any number of dims: each line of devices along a dim is closed to a
+    ring."""
     places = np.arange(int(np.prod(sides))).reshape(sides)
     near = [np.roll(places, -1, axis=dim) for dim in range(len(sides))]
     return Wiring(
@@ -52,12 +53,12 @@ def box(sides: Sequence[int]) -> Wiring:
 
 
 def switch(size: int) -> Wiring:
-    """All devices on one switch, by one link each (NVSwitch, N4:46)."""
+    """Return all devices on one switch, by one link each (NVSwitch, N4:46)."""
     return Wiring("switch", size, 1, [(rank, size) for rank in range(size)])
 
 
 def two_machines(size: int) -> Wiring:
-    """Two halves, each on a switch of its own, and one link between the switches."""
+    """Return two halves, each on its own switch, and one link between the switches."""
     half = (size + 1) // 2
     return Wiring(
         "two machines",
@@ -68,7 +69,7 @@ def two_machines(size: int) -> Wiring:
 
 
 def full(size: int) -> Wiring:
-    """A link for each two devices."""
+    """Return a link for each pair of devices."""
     return Wiring("fully connected", size, 0, list(combinations(range(size), 2)))
 
 
@@ -76,13 +77,13 @@ WIRINGS: tuple[Callable[[int], Wiring], ...] = (ring, torus, switch, two_machine
 
 
 def _distinct(links: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Each link once, none from a device to itself (a ring of two has one link)."""
+    """Return each link once, without links from a device to itself (a ring of two has one link)."""
     return sorted({(min(link), max(link)) for link in links if link[0] != link[1]})
 
 
 def ways(wiring: Wiring, start: int) -> dict[int, tuple[int, int]]:
-    """For every place, how many links away from `start` it is, and how many shortest ways lead
-    there."""
+    """Return, for every place, its distance from `start` in links, and the number of shortest ways
+    to it."""
     near: dict[int, list[int]] = {}
     for a, b in wiring.links:
         near.setdefault(a, []).append(b)
@@ -101,15 +102,15 @@ def ways(wiring: Wiring, start: int) -> dict[int, tuple[int, int]]:
 
 
 def hops(wiring: Wiring) -> list[int]:
-    """Links between each two devices, by the shortest way (跳数)."""
+    """Return the links between each pair of devices, by the shortest way (跳数)."""
     return [
         ways(wiring, a)[b][0] for a in range(wiring.devices) for b in range(a + 1, wiring.devices)
     ]
 
 
 def bisection(wiring: Wiring) -> int:
-    """对分带宽: the fewest links that join one half of the devices with the other, over all halves, in
-    links."""
+    """Return 对分带宽 in links: the fewest links that join one half of the devices with the other, over
+    all halves."""
     ends = [((1 << a), (1 << b)) for a, b in wiring.links]
     fewest = len(ends)
     # device 0 is always in the other
@@ -124,8 +125,8 @@ def bisection(wiring: Wiring) -> int:
 
 
 def load(wiring: Wiring, messages: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int], float]:
-    """Bytes over each link, each direction by itself, when (src, dst, bytes) go their shortest
-    ways.
+    """Return the bytes over each link, separately for each direction, if (src, dst, bytes) take
+    their shortest ways.
 
     Where there are several shortest ways, each carries an equal part.
     """

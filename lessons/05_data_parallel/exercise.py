@@ -17,10 +17,10 @@ from minidist.grading import hole
 
 
 def plain_data_parallel(replicas, optimizer, batches):
-    """DP on devices that work one after the other: replicas[0] learns, the others are overwritten
-    in every step.
+    """Train by DP on devices that work one after the other: replicas[0] learns, the others are
+    overwritten in every step.
 
-    Returns the last loss, the mean over the targets of the whole batch.
+    Return the last loss, the mean over the targets of the whole batch.
     """
     for inputs, targets in batches:
         parts = hole(
@@ -34,7 +34,7 @@ def plain_data_parallel(replicas, optimizer, batches):
             ):
                 hole(
                     2,
-                    "DP 2: copied has an array of its own; what has to stand in it? (section 2)",
+                    "DP 2: copied has its own array; which numbers must it hold? (section 2)",
                     original,
                     copied,
                 )
@@ -62,7 +62,7 @@ def plain_data_parallel(replicas, optimizer, batches):
 
 
 def through_device_0(model_bytes, row_bytes, output_bytes, rows, replicas):
-    """(bytes that device 0 sends, bytes that it receives) in one step.
+    """Return (bytes that device 0 sends, bytes that it receives) in one step.
 
     Args: model_bytes: of all parameters; row_bytes: of one row of inputs; output_bytes: of the
     outputs of one row.

@@ -1,5 +1,5 @@
-"""What lesson 05's tables, figure and break-its share: models, batches, and devices that are
-watched."""
+"""Provide the models, batches and watched devices that lesson 05's tables, figure and break-its
+share."""
 
 import os
 import threading
@@ -36,7 +36,7 @@ PRODUCT = 4  # moments of one product on one thread, on the clock of products_on
 HOLD = 10e-6
 FLOPS = 40e9
 BYTES = 4e9
-LINK = 1e9  # of the clock: bytes a second of a device's link, in and out together
+LINK = 1e9  # of the clock: bytes per second of a device's link, in and out together
 PARTS = ("dp passes", "dp link", "ddp passes", "ddp link")  # of a step on the clock
 
 
@@ -50,8 +50,8 @@ def train(
     strategy: Any = None,
     config: GPTConfig = SMALL,
 ) -> tuple[GPT, list[float]]:
-    """Model and losses after some steps on so many replicas; 0: one process without any.
-    `strategy`: instead of DP."""
+    """Return the model and the losses after some steps on `replicas` replicas; 0: one process
+    without replicas. `strategy`: used instead of DP."""
     model = new_model(config)
     trainer = (strategy or DataParallel)(model, replicas) if replicas else Single(model)
     rule = optimizer(list(model.parameters()), lr)
@@ -84,7 +84,8 @@ class Watched(DataParallel):
 
 
 def traffic(replicas: int, sequences: int, config: GPTConfig = SMALL) -> dict[str, Any]:
-    """What device 0 sends and receives in one step, by verb, and its parts by formula."""
+    """Return what device 0 sends and receives in one step, by verb, and the parts of it by
+    formula."""
     model = new_model(config)
     strategy = DataParallel(model, replicas)
     data = rule_batch(config, 0, sequences)
@@ -107,7 +108,8 @@ def traffic(replicas: int, sequences: int, config: GPTConfig = SMALL) -> dict[st
 
 
 def smi_of_dp(replicas: int, *, steps: int = 2, sequences: int = 16) -> list[dict[str, Any]]:
-    """Process, peak memory and busy seconds a step of each device of one process."""
+    """Return the process, the peak memory and the busy seconds per step of each device of one
+    process."""
     with account.use(account.MemoryAccount()):
         model = new_model(TALL)
         strategy = Watched(model, replicas)
@@ -121,7 +123,7 @@ def smi_of_dp(replicas: int, *, steps: int = 2, sequences: int = 16) -> list[dic
 
 
 def smi_of_ddp(group: Group, *, steps: int = 2, sequences: int = 16) -> list[dict[str, Any]] | None:
-    """The same of the ranks of a group that train by DDP; on rank 0."""
+    """Return the same figures of the ranks of a group that train by DDP, on rank 0."""
     clock = time.thread_time if group.transport.name.startswith("threads") else time.process_time
     with account.use(account.MemoryAccount()) as memory:
         model = new_model(TALL)
@@ -140,8 +142,8 @@ def smi_of_ddp(group: Group, *, steps: int = 2, sequences: int = 16) -> list[dic
 
 
 def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> dict[str, Any]:
-    """How replicas share the interpreter: for each its stamps (wall, own processor time) at every
-    module's end."""
+    """Record how replicas share the interpreter: each replica's stamps (wall time, own processor
+    time) at the end of every module."""
     stamps: dict[str, list[tuple[float, float]]] = {}
 
     def stamp(*_: Any) -> None:
@@ -179,10 +181,11 @@ def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> di
 
 
 def calls_of(config: GPTConfig, sequences: int) -> list[tuple[float, float]]:
-    """(floating-point operations of products, bytes of all else) of each NumPy call of one
-    replica's passes.
+    """Return (floating-point operations of products, bytes of all other calls) of each NumPy call
+    of one replica's passes.
 
-    Counted by running the model on arrays without numbers (chapter 24), the optimizer left out.
+    They are counted by running the model on arrays without numbers (chapter 24), without the
+    optimizer.
     """
     trace = run_rank(Plan(), config, rows=sequences, steps=1, device_kind="cpu")
     passes = [
@@ -200,11 +203,12 @@ def calls_of(config: GPTConfig, sequences: int) -> list[tuple[float, float]]:
 
 
 def turns_on_a_clock(config: GPTConfig, replicas: int, *, sequences: int) -> tuple[float, float]:
-    """Seconds of a step's passes, and processors busy, if a replica's thread has a processor for
-    itself.
+    """Return the seconds of a step's passes, and the number of busy processors, if each replica's
+    thread has its own processor.
 
     For each call a thread holds the interpreter's lock for HOLD seconds; then it computes without
-    the lock, at FLOPS and BYTES a second. It is the first to have asked that gets the lock.
+    the lock, at FLOPS operations and BYTES bytes per second. The lock goes to the thread that asked
+    first.
     """
     work = [
         HOLD + max(flops / FLOPS, nbytes / BYTES)
@@ -227,11 +231,12 @@ def turns_on_a_clock(config: GPTConfig, replicas: int, *, sequences: int) -> tup
 
 
 def step_on_a_clock(config: GPTConfig, ranks: int, *, sequences: int) -> dict[str, float]:
-    """Seconds of a step without its update, DP's and DDP's, on the clock of turns_on_a_clock.
+    """Return the seconds of a step without its update, DP's and DDP's, on the clock of
+    turns_on_a_clock.
 
     DP: the replicas share an interpreter; then what device 0 sends and receives (by its ledger)
-    goes over one link of LINK bytes a second. DDP: each rank has an interpreter and a link, and its
-    ring's bytes (by the formula) go after backward: none hides behind it here.
+    goes over one link of LINK bytes per second. DDP: each rank has an interpreter and a link; its
+    ring's bytes (by the formula) travel after backward, without overlap.
     """
     found = traffic(ranks, sequences, config)
     through = sum(found["sent"].values()) + sum(found["received"].values())
@@ -245,7 +250,7 @@ def step_on_a_clock(config: GPTConfig, ranks: int, *, sequences: int) -> dict[st
 
 
 def wall_of(strategy: Any, config: GPTConfig, *, sequences: int, steps: int = 3) -> float:
-    """Seconds of a step here, the median after a first one."""
+    """Return the seconds of a step on this machine: the median after a first step."""
     optimizer = Adam(strategy.parameters, 1e-3)
     taken = []
     for step in range(steps + 1):
@@ -258,13 +263,13 @@ def wall_of(strategy: Any, config: GPTConfig, *, sequences: int, steps: int = 3)
 def products_on_a_clock(
     replicas: int, threads: int, *, processors: int = 2, count: int = 3, time_slice: int = 8
 ) -> tuple[int, int]:
-    """Moments until each replica has made `count` products, and the processors' moments spent in
-    waiting.
+    """Return the moments until each replica has made `count` products, and the processors' moments
+    spent in waiting.
 
-    A product takes one BLAS thread four moments, and its parts are cut over the replica's threads.
-    The system gives the processors to all threads in turn, for a time slice. A thread that has made
-    its part waits for the others of its product, and keeps its processor until the slice ends:
-    BLAS's threads spin.
+    A product takes four moments of one BLAS thread; its parts are divided among the replica's
+    threads. The system gives the processors to all threads in turn, for a time slice. A thread that
+    has made its part waits for the others of its product, and keeps its processor until the slice
+    ends: BLAS's threads spin.
     """
     part = PRODUCT // threads
     now = 0
@@ -291,7 +296,8 @@ def products_on_a_clock(
 
 
 def products(threads: int, *, size: int = 192, count: int = 3) -> float:
-    """Seconds until each of so many threads has multiplied `count` pairs of matrices."""
+    """Return the seconds until each of `threads` threads has multiplied `count` pairs of
+    matrices."""
     pairs = [
         np.random.default_rng(number).normal(size=(2, size, size)) for number in range(threads)
     ]
@@ -310,7 +316,7 @@ def products(threads: int, *, size: int = 192, count: int = 3) -> float:
 
 
 def shares(stamps: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """(from, to, the share of that time in which the thread had a processor) between each two
+    """Return (from, to, share of that time in which the thread had a processor) between each two
     stamps."""
     return [
         (wall, later, min(1.0, (then - own) / (later - wall)))

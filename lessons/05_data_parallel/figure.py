@@ -27,8 +27,8 @@ WHAT = {
 
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0: device 0's bytes for 1 to MOST devices, both nvidia-smi tables, and which replica
-    ran when."""
+    """Return on rank 0 device 0's bytes for 1 to MOST devices, both nvidia-smi tables, and which
+    replica ran when."""
     found: dict[str, Any] = {}
     if group.rank == 0:
         found = {
@@ -54,7 +54,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """Draw figure.png from what was recorded."""
     config = lab.TALL
     title = "DP: everything passes through device 0, and one interpreter serves all replicas"
     figure = look.new_figure(
@@ -80,8 +80,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _traffic(ax: Any, runs: list[dict[str, Any]]) -> None:
-    """Bytes in and out of device 0, stacked by what they are, beside a rank of the ring, in and
-    out."""
+    """Draw the bytes in and out of device 0, stacked by verb, and those of a rank of the ring."""
     look.quiet(ax, grid="y")
     for replicas, run in enumerate(runs, start=1):
         floor = 0.0
@@ -124,7 +123,7 @@ def _traffic(ax: Any, runs: list[dict[str, Any]]) -> None:
 
 
 def _memory(ax: Any, dp: list[dict[str, Any]], ddp: list[dict[str, Any]]) -> None:
-    """The nvidia-smi tables as bars: process id, peak memory, busy time."""
+    """Draw the nvidia-smi tables as bars: process id, peak memory, busy time."""
     look.bare(ax)
     most = max(record["peak"] for record in (*dp, *ddp))
     for column, (name, records, color) in enumerate(
@@ -164,7 +163,7 @@ def _memory(ax: Any, dp: list[dict[str, Any]], ddp: list[dict[str, Any]]) -> Non
 
 
 def _turns(ax: Any, run: dict[str, Any], title: str) -> None:
-    """When each replica's thread had a processor."""
+    """Draw when each replica's thread had a processor."""
     look.quiet(ax, grid="x")
     for lane, stamps in enumerate(run["stamps"]):
         begin = 1e3 * stamps[0][0]

@@ -1,7 +1,6 @@
-"""Lesson 05: DP: one process, a thread for each replica; what device 0 sends, holds and does,
-beside DDP's ranks.
+"""Lesson 05: DP: one process, a thread per replica; the load of device 0, compared with DDP.
 
-python lessons/05_data_parallel/lesson.py                          # alone: four ranks as threads
+python lessons/05_data_parallel/lesson.py                          # no launcher: four threads
                                                                    for DDP
 mpirun -n 4 python lessons/05_data_parallel/lesson.py              # DDP's ranks are processes
 python lessons/05_data_parallel/lesson.py --break average-twice    # see README.md, section 8
@@ -35,7 +34,7 @@ lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "05")
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson: DP runs in rank 0's process, DDP on all ranks."""
+    """Run the lesson: DP in rank 0's process, DDP on all ranks."""
     if group.rank == 0:
         page.heading("1  One process with several devices, and one without")
         equal_weights(page)
@@ -58,7 +57,8 @@ def tour(group: Group, page: Page) -> None:
 
 
 def equal_weights(page: Page) -> None:
-    """Weights and losses of 1 to 8 replicas, and of the plain loop, beside one process."""
+    """Compare weights and losses of 1 to 8 replicas, and of the plain loop, with those of one
+    process."""
     serial, losses = lab.train(0)
     rows = []
     for replicas in (1, 2, 3, 5, 8):
@@ -98,7 +98,7 @@ def equal_weights(page: Page) -> None:
 
 
 def five_steps(page: Page) -> None:
-    """Milliseconds of each step on each device."""
+    """Show the milliseconds of each step on each device."""
     timelines = [Timeline(rank) for rank in range(4)]
     strategy = DataParallel(new_model(lab.TALL), 4, recorders=timelines)
     optimizer = Adam(strategy.parameters, 1e-3)
@@ -135,7 +135,7 @@ def _milliseconds(timeline: Timeline, name: str) -> str:
 
 
 def device_0(page: Page) -> None:
-    """Bytes through device 0 by the number of devices, beside a rank of DDP's ring."""
+    """Show the bytes through device 0 by number of devices, with those of a rank of DDP's ring."""
     rows = []
     for replicas in range(1, 8):
         found = lab.traffic(replicas, 2 * replicas)
@@ -167,7 +167,8 @@ def device_0(page: Page) -> None:
 
 
 def readers(size: int, page: Page) -> None:
-    """Rows that each place reads from the data, and what then still has to travel."""
+    """Show the rows that each device or rank reads from the data, and what must travel after
+    that."""
     sequences = 4 * size
     row = rule_batch(lab.TALL, 0, 1)[0].nbytes
     found = lab.traffic(size, sequences, lab.TALL)
@@ -193,7 +194,7 @@ def readers(size: int, page: Page) -> None:
 
 
 def smi(group: Group, page: Page) -> None:
-    """The notes' nvidia-smi tables, measured."""
+    """Show the notes' nvidia-smi tables, measured."""
     dp = lab.smi_of_dp(group.size) if group.rank == 0 else []
     group.barrier()
     ddp = lab.smi_of_ddp(group)
@@ -220,8 +221,8 @@ def smi(group: Group, page: Page) -> None:
 
 
 def smi_of_the_notes(page: Page) -> None:
-    """The memory numbers of N0:180 and N0:200, MiB of eight GPUs, beside eight devices and eight
-    ranks here."""
+    """Compare the memory numbers of N0:180 and N0:200, in MiB of eight GPUs, with eight devices and
+    eight ranks here."""
     here = {"DP": lab.smi_of_dp(8), "DDP": run(lab.smi_of_ddp, size=8)[0]}
     rows = []
     for name, told in NOTES_MIB.items():
@@ -255,8 +256,8 @@ def smi_of_the_notes(page: Page) -> None:
 
 
 def lock(page: Page) -> None:
-    """Processors busy at once: a model that is mostly Python, and one that is mostly BLAS; on a
-    clock, and here."""
+    """Show how many processors are busy at once, on a clock and here: a model that is mostly
+    Python, and one that is mostly BLAS."""
     rows = []
     for name, config, sequences, steps in (
         ("Python: 12 layers of width 8", lab.PYTHON, 4, 2),
@@ -288,8 +289,8 @@ def lock(page: Page) -> None:
 
 
 def beside_ddp(group: Group, page: Page) -> None:
-    """On a clock by counted calls and bytes, for 1 to 8 devices; and on the wall, on as many as
-    there are ranks."""
+    """Compare DP with DDP: on a clock, from counted calls and bytes, for 1 to 8 devices; and by
+    measured time, on as many devices as there are ranks."""
     if group.rank == 0:
         rows = []
         for ranks in (1, 2, 4, 8):
@@ -349,7 +350,7 @@ class ScattersTheLoss(DataParallel):
 
 
 class ForgetsToCopy(DataParallel):
-    """The model is copied before the first step alone."""
+    """DP that copies the model only before the first step."""
 
     def copy_model(self, device: Any) -> None:
         if not getattr(device, "copied", False):
@@ -358,18 +359,19 @@ class ForgetsToCopy(DataParallel):
 
 
 def average_twice() -> None:
-    """Losses, right and with gradients averaged though the loss was a mean."""
+    """Compare the right losses with those if gradients are averaged although the loss was a
+    mean."""
     _compare(AveragesTwice, "averaged twice", SGD, 0.5)
     _compare(AveragesTwice, "averaged twice, Adam", Adam, 1e-2)
 
 
 def scatter_the_loss() -> None:
-    """One number for every output: backward runs, and goes nowhere."""
+    """Scatter one number to every output: backward runs, but training does not progress."""
     _compare(ScattersTheLoss, "the loss scattered", SGD, 0.5, steps=4)  # a fifth overflows
 
 
 def forget_the_copy() -> None:
-    """Replicas with old weights: their gradients belong to another model."""
+    """Train replicas with old weights: their gradients belong to another model."""
     _compare(ForgetsToCopy, "copied once", SGD, 0.5)
 
 
@@ -384,8 +386,8 @@ def _compare(strategy: Any, name: str, optimizer: Any, lr: float, *, steps: int 
 
 
 def update_the_replicas() -> None:
-    """N1:23 as it stands: each replica updates itself by its own gradient; how far apart are they
-    then?"""
+    """Run N1:23 as it stands: each replica updates itself by its own gradient; show how much the
+    replicas then differ."""
     models = [new_model(lab.SMALL) for _ in range(4)]
     optimizers = [SGD(list(model.parameters()), 0.5) for model in models]
     for step in range(5):
@@ -400,8 +402,8 @@ def update_the_replicas() -> None:
 
 
 def too_many_threads() -> None:
-    """Thread thrashing (N1:39): four replicas; in each BLAS takes more processors than there
-    are."""
+    """Show thread thrashing (N1:39): four replicas, and in each BLAS uses more threads than there
+    are processors."""
     for threads in (1, 4):
         moments, waited = lab.products_on_a_clock(4, threads)
         print(

@@ -1,5 +1,5 @@
-"""Exercise 06: a parameter server by hand: keys, push and pull, the sum, and which worker may go
-on.
+"""Exercise 06: a parameter server by hand: keys, push and pull, the sum, and which worker may
+continue.
 
 Copy this file (`minidist lesson 06 --copy DIR`), replace each `hole(...)` by your own code, and
 grade it: `minidist check 06 DIR/exercise_06.py`. Ranks 0 to workers-1 of the group are workers,
@@ -7,7 +7,7 @@ rank `workers` is the server. What you may use:
 
     group.send(x, dst=rank), group.recv(src=rank)   messages from one rank to another arrive in the
                                                     order they were sent
-    group.recv(src=rank, out=array)                 what came is written into `array`
+    group.recv(src=rank, out=array)                 what arrives is written into `array`
     p.data, p.grad                                  arrays of a parameter
 """
 
@@ -16,7 +16,8 @@ from minidist.parallel.step.step import part_of
 
 
 def divide(sizes, servers):
-    """Which server has each key: a list as long as `sizes`. The largest keys are placed first."""
+    """Return which server has each key, a list as long as `sizes`; the largest keys are placed
+    first."""
     loads = [0] * servers
     owner = [0] * len(sizes)
     for key in sorted(range(len(sizes)), key=lambda key: -sizes[key]):
@@ -26,8 +27,8 @@ def divide(sizes, servers):
 
 
 def plain_worker(model, group, workers, batches):
-    """A worker of one server, which is rank `workers` of the group: push every gradient, pull every
-    weight."""
+    """Run a worker of one server, which is rank `workers` of the group: push every gradient, pull
+    every weight."""
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=workers, rank=group.rank)
         model.loss(part.inputs, part.targets, divisor=targets.size).backward()
@@ -39,7 +40,8 @@ def plain_worker(model, group, workers, batches):
 
 
 def plain_server(model, optimizer, group, workers, steps):
-    """Its server: add up what all workers push, update, and answer all of them."""
+    """Run the server of plain_worker: add up what all workers push, update, and answer all of
+    them."""
     for _ in range(steps):
         for p in model.parameters():
             p.grad = hole(4, "what the optimizer needs, from what every worker pushes (section 2)")
@@ -50,9 +52,9 @@ def plain_server(model, optimizer, group, workers, steps):
 
 
 def may_go_on(worker, done, running, staleness):
-    """Whether `worker` may begin its next step: it may be at most `staleness` steps ahead.
+    """Return whether `worker` may begin its next step: it may be at most `staleness` steps ahead.
 
-    Args: done: steps that each worker has done; running: the workers that are still at work,
+    Args: done: the number of steps that each worker has done; running: the workers that still run,
     neither finished nor lost.
     """
     return hole(
@@ -65,6 +67,6 @@ def may_go_on(worker, done, running, staleness):
 
 
 def link_bytes(model_bytes, workers, servers):
-    """(bytes in and out of each server in a step if keys divide evenly, bytes in and out of a rank
-    of a ring)."""
+    """Return (bytes in and out of each server per step if keys divide evenly, bytes in and out of a
+    rank of a ring)."""
     return hole(7, "the two formulas of section 3", model_bytes, workers, servers)

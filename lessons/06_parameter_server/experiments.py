@@ -1,5 +1,5 @@
-"""What lesson 06's tables, figure and break-its share: jobs of workers and servers, some of them
-slow or lost."""
+"""Run the jobs that lesson 06's tables, figure and break-its share: workers and servers, some slow
+or lost."""
 
 import os
 import signal
@@ -50,9 +50,10 @@ def train(
     lr: float = RATE,
     **options: Any,
 ) -> dict[str, Any]:
-    """One rank's part of a job: what it held, when its steps ended, its spans, a server's record.
+    """Train on one rank of a job; return its weights, the ends of its steps, its spans, and a
+    server's record.
 
-    Args:    slow: seconds that a rank sleeps before each of its steps; dies: in which step a rank
+    Args:    slow: seconds that a rank sleeps before each of its steps; dies: the step in which a rank
              ends.
              options: of the strategy.
     """
@@ -100,7 +101,7 @@ def train(
 
 
 def die(group: Group) -> None:
-    """The end of a rank: a process is killed, a thread raises."""
+    """End this rank: a process is killed, a thread raises."""
     if group.transport.name.startswith("threads"):
         raise ArithmeticError("this rank ends here, on purpose")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -109,7 +110,7 @@ def die(group: Group) -> None:
 def job(
     workers: int, *, servers: int = 1, transport: str = "threads", **options: Any
 ) -> list[dict[str, Any]]:
-    """`train` on ranks of our own; None for a rank that was lost."""
+    """Run `train` on new ranks; return each rank's result, None for a rank that was lost."""
     return md.run(
         lambda world: train(world, servers=servers, **options),
         size=workers + servers,
@@ -118,7 +119,7 @@ def job(
 
 
 def replayed(ranks: list[dict[str, Any]], workers: int) -> np.ndarray:
-    """The weights after the same updates in one process."""
+    """Return the weights after the same updates in one process."""
     records = [
         [Update(worker, step, tuple(versions), lr) for worker, step, versions, lr in rank["record"]]
         for rank in ranks[workers:]
@@ -131,8 +132,8 @@ def replayed(ranks: list[dict[str, Any]], workers: int) -> np.ndarray:
 def on_a_clock(
     steps: int, seconds: list[float], bound: int | None
 ) -> tuple[list[Update], list[float]]:
-    """An asynchronous server's updates, and when it makes each, if worker w takes `seconds[w]` for
-    every step.
+    """Return an asynchronous server's updates, and when it makes each, if worker w takes
+    `seconds[w]` for every step.
 
     A worker reads the weights when its next step may begin: at once, or when it is no more than
     `bound` steps ahead.
@@ -161,15 +162,18 @@ def on_a_clock(
 
 
 def loss_after(updates: list[Update], workers: int) -> float:
-    """The held-out loss of the weights that one process makes of these updates."""
+    """Return the held-out loss of the weights that one process makes by these updates."""
     model = new_model(CONFIG)
     replay(model, [updates], batch, lambda pieces: Adam(pieces, RATE), workers=workers)
     return held_out_loss(model, HELD_OUT)
 
 
 def traffic(workers: int, servers: int = 1) -> dict[str, int]:
-    """Bytes of one synchronous step: what the fullest server sends and receives; of a ring of as
-    many ranks, a rank."""
+    """Return the bytes of one synchronous step: sent and received by the server with the most keys,
+    and by a rank of a ring.
+
+    The ring has as many ranks as there are workers.
+    """
 
     def step(world: Group) -> tuple[int, int, int]:
         model = new_model(CONFIG)
@@ -202,6 +206,6 @@ def traffic(workers: int, servers: int = 1) -> dict[str, int]:
 
 
 def staleness(rank: dict[str, Any]) -> list[tuple[int, int]]:
-    """(worker, updates that others had made since it read its weights) of each of a server's
+    """Return (worker, updates that others made since it read its weights) for each of a server's
     updates."""
     return [(worker, stale) for name, _, _, worker, stale in rank["spans"] if name == "update"]

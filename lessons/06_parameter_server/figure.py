@@ -1,5 +1,4 @@
-"""The figure of lesson 06: bytes at the server beside the ring's, a straggler, how stale updates
-are, and the loss.
+"""Draw the figure of lesson 06: bytes at the server and in a ring, a straggler, staleness, loss.
 
 python lessons/06_parameter_server/figure.py [--out DIR]
 """
@@ -40,7 +39,8 @@ SHOWN = 0.16  # seconds of the timelines
 
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0: bytes for 1 to MOST workers, and every rank's part of a run in each mode."""
+    """Return on rank 0 the bytes for 1 to MOST workers, and every rank's part of a run in each
+    mode."""
     found: dict[str, Any] = {}
     if group.rank == 0:
         found["traffic"] = [lab.traffic(workers) for workers in range(1, MOST + 1)]
@@ -53,7 +53,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """Draw figure.png from what was recorded."""
     what = (
         f"{RANKS - 1} workers and a server, as recorded; worker {RANKS - 2} naps {1e3 * NAP:.0f} "
         f"ms before each of its {STEPS} steps."
@@ -73,7 +73,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _traffic(ax: Any, runs: list[dict[str, int]]) -> None:
-    """Bytes in and out in one step, counted (dots), beside the formulas (lines)."""
+    """Draw the bytes in and out in one step: counted as dots, the formulas as lines."""
     look.quiet(ax, grid="y")
     counts = np.arange(1, len(runs) + 1)
     nbytes = runs[0]["model"]
@@ -102,7 +102,7 @@ def _traffic(ax: Any, runs: list[dict[str, int]]) -> None:
 
 
 def _lanes(ax: Any, ranks: list[dict[str, Any]], mode: str, *, last: bool) -> None:
-    """What each worker does in the first SHOWN seconds."""
+    """Draw what each worker does in the first SHOWN seconds."""
     look.quiet(ax, grid="x")
     workers = [rank for rank in ranks if not rank["serves"]]
     for lane, rank in enumerate(workers):
@@ -145,7 +145,7 @@ def _legend(figure: Any) -> None:
 
 
 def _stale(ax: Any, recorded: dict[str, Any]) -> None:
-    """Each update of the server by how late it came; open: the slow worker's."""
+    """Draw the staleness of each update of the server; open dots are the slow worker's."""
     look.quiet(ax, grid="y")
     for mode, color in zip(list(MODES)[1:], (look.RANKS[2], look.RANKS[3]), strict=True):
         updates = lab.staleness(recorded[mode][RANKS - 1])
@@ -174,7 +174,7 @@ def _stale(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 def _loss(ax: Any, recorded: dict[str, Any]) -> None:
-    """Worker 0's loss, the mean of five steps, over time."""
+    """Draw worker 0's loss over time, the mean of five steps."""
     look.quiet(ax, grid="y")
     for mode, color in zip(MODES, (look.RANKS[0], look.RANKS[2], look.RANKS[3]), strict=True):
         losses = np.array(recorded[mode][0]["losses"])

@@ -1,8 +1,7 @@
-"""Lesson 06: the parameter server: equal to one process, or to its replay; its traffic; stragglers;
-the lost.
+"""Lesson 06: the parameter server: equal to one process or its replay; traffic, stragglers, losses.
 
 mpirun -n 4 python lessons/06_parameter_server/lesson.py
-python lessons/06_parameter_server/lesson.py                        # alone: four ranks as threads
+python lessons/06_parameter_server/lesson.py                        # no launcher: four threads
 python lessons/06_parameter_server/lesson.py --break no-bound       # see README.md, section 9
 """
 
@@ -37,7 +36,7 @@ SLOW = 4.0  # seconds of a slow worker's step, where the others take 1, on the v
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  Synchronous: the weights of one process")
     equal_weights(group, page)
     if group.rank == 0:
@@ -60,7 +59,8 @@ def tour(group: Group, page: Page) -> None:
 
 
 def equal_weights(group: Group, page: Page) -> None:
-    """Plain loop and library, one server and two, beside one process."""
+    """Compare the weights of the plain loop and of the library, with one server and two, with those
+    of one process."""
     workers = group.size - 1
     target = lab.serial(STEPS)
     model = new_model(lab.CONFIG)
@@ -91,7 +91,8 @@ def _beside(mine: np.ndarray, target: np.ndarray) -> tuple[str, str]:
 
 
 def traffic(page: Page) -> None:
-    """Bytes through one server by the number of workers, and through the fullest of several."""
+    """Show the bytes through one server by number of workers, and through the fullest of several
+    servers."""
     rows = []
     for workers in range(1, 8):
         found = lab.traffic(workers)
@@ -139,7 +140,7 @@ def traffic(page: Page) -> None:
 
 
 def stragglers(group: Group, page: Page) -> None:
-    """How long rank 0's steps take while the last worker naps in each of its own."""
+    """Show how long rank 0's steps take while the last worker sleeps in each of its own."""
     slow = {group.size - 2: NAP} if group.size > 2 else {}
     rows = []
     for name, options in (
@@ -172,8 +173,8 @@ def stragglers(group: Group, page: Page) -> None:
 
 
 def stale(group: Group, page: Page) -> None:
-    """Asynchronous runs by staleness bound: how stale updates were, the replay's weights, the
-    loss."""
+    """Show asynchronous runs by staleness bound: staleness of the updates, the replay's weights,
+    the loss."""
     workers = group.size - 1
     rows = []
     slow = {workers - 1: NAP} if workers > 1 else {}
@@ -217,7 +218,7 @@ def stale(group: Group, page: Page) -> None:
 
 
 def lost(page: Page) -> None:
-    """Three workers of an asynchronous job; the second ends in step 3."""
+    """Run three workers of an asynchronous job; the second ends in step 3."""
     ranks = lab.job(3, steps=STEPS, dies={1: 3}, strategy=AsyncParameterServer, staleness=1)
     done = [sum(update[0] == worker for update in ranks[3]["record"]) for worker in range(3)]
     rows = [
@@ -241,13 +242,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Workers' weights and gradients, servers' masters and sums."""
 EACH = {"float32, float32": (4, 16), "float32, float64": (4, 36), "bf16, float32": (2, 18)}
-"""Bytes a parameter: pushed by a worker, kept by the servers (what is sent, masters, sums, m and
-v)."""
+"""Bytes per parameter: pushed by a worker, kept by the servers (what is sent, masters, sums, m
+and v)."""
 
 
 def digits(page: Page) -> None:
-    """Two workers and a server by their dtypes: what travels, what the server keeps, how far from
-    float64."""
+    """Compare two workers and a server by dtypes: what travels, what the server keeps, the error
+    against float64."""
     exact = md.run(trained, {}, "float64", size=1)[0]["weights"]
     rows = []
     for name, kind in KINDS.items():
@@ -277,7 +278,7 @@ def digits(page: Page) -> None:
 
 
 def trained(world: Group, plan: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """What a rank sent in a step, holds between steps, and the run's weights."""
+    """Return what a rank sent in a step, what it holds between steps, and the run's weights."""
     config = GPTConfig(vocabulary=32, context=8, layers=1, width=32, heads=4, dtype=dtype)
     with account.use(account.MemoryAccount()) as memory:
         trainer = Trainer(
@@ -300,8 +301,8 @@ def trained(world: Group, plan: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 class PushesTwice(ParameterServer):
-    """A worker that is not sure whether its push has come, and pushes again; the server adds up
-    what comes."""
+    """Push twice, as a worker that does not know whether its push arrived; the server adds up all
+    pushes."""
 
     def gradients(self, batch: Any, accumulate: int) -> float:
         loss = super().gradients(batch, accumulate)
@@ -313,8 +314,8 @@ class PushesTwice(ParameterServer):
 
 
 def push_twice() -> None:
-    """The weights beside one process's, with SGD and Adam: right, and with one worker's gradients
-    counted twice."""
+    """Compare the weights with one process's, by SGD and Adam: right, and with one worker's
+    gradients counted twice."""
     for optimizer in (SGD, Adam):
         target = lab.serial(8, optimizer)
         for name, strategy in (("right", ParameterServer), ("worker 0 pushes twice", PushesTwice)):
@@ -326,7 +327,7 @@ def push_twice() -> None:
 
 
 def no_bound() -> None:
-    """A very slow worker, with and without a bound: how late its updates are when they come, on a
+    """Run a very slow worker, with and without a bound; show the staleness of its updates, on a
     clock and here."""
     for bound in (1, None):
         updates, ends = lab.on_a_clock(12, [1.0, 1.0, SLOW], bound)
@@ -356,7 +357,7 @@ def no_bound() -> None:
 
 
 def lose_a_worker() -> None:
-    """A worker's process is killed in step 3 of an asynchronous job."""
+    """Kill a worker's process in step 3 of an asynchronous job."""
     ranks = lab.job(
         3, steps=8, transport="auto", dies={1: 3}, strategy=AsyncParameterServer, staleness=1
     )
@@ -367,7 +368,7 @@ def lose_a_worker() -> None:
 
 
 def lose_a_server() -> None:
-    """The server's process is killed: no other rank has its keys."""
+    """Kill the server's process: no other rank has its keys."""
 
     def job(world: Group) -> None:
         model = new_model(lab.CONFIG)

@@ -1,4 +1,4 @@
-"""What goes wrong without: the experiments of section 8, each a mistake and what comes of it."""
+"""Run the experiments of section 8: each makes one mistake and shows its result."""
 
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "07")
 
 
 def per_epoch() -> None:
-    """Weights averaged once an epoch instead of gradients summed at every batch."""
+    """Average weights once per epoch instead of summing gradients at every batch."""
     run = md.run(partial(lab.drift, epochs=3), "epoch", size=4)[0]
     for step, distance in enumerate(run["apart"]):
         epoch, batch = divmod(step, run["batches"])
@@ -38,7 +38,7 @@ def per_epoch() -> None:
 
 
 def average_twice() -> None:
-    """The gradient P times too small: SGD shows it, Adam hides it."""
+    """Make the gradient P times too small: SGD shows it, Adam hides it."""
 
     def train(group: Group, optimizer_class: Any, lr: float, factor: float) -> float:
         model = new_model(lab.SMALL)
@@ -61,7 +61,7 @@ def average_twice() -> None:
 
 
 def local_tokens() -> None:
-    """Each rank divides by its own tokens: a mean of means."""
+    """Divide on each rank by the rank's own tokens: a mean of means."""
 
     def error(group: Group, first: int) -> float:
         inputs, targets = lab.global_batch(lab.SMALL, 0, sequences=first + group.size - 1)
@@ -83,13 +83,15 @@ def local_tokens() -> None:
 
 
 def different_seeds() -> None:
-    """Replicas that do not start equal."""
+    """Start replicas with different weights."""
     md.run(lambda group: DDP(new_model(lab.SMALL, seed=group.rank), group), size=4)
 
 
 def one_bucket() -> None:
-    """Everything in one bucket: nothing can start before backward ends. Counted in bytes, the same
-    on every machine."""
+    """Put everything into one bucket: nothing can start before backward ends.
+
+    The bytes are counted, so they are the same on every machine.
+    """
 
     def sizes_of(group: Group, bucket_bytes: int) -> list[int]:
         ddp = DDP(new_model(lab.TIMED), group, bucket_bytes=bucket_bytes)
@@ -107,7 +109,7 @@ def one_bucket() -> None:
 
 
 def step_early() -> None:
-    """The update does not wait for the sums: each replica goes its own way, at first by little."""
+    """Update without waiting for the sums: replicas differ, at first by little."""
 
     def job(group: Group, waits: bool) -> list[float]:
         model = new_model(lab.SMALL)

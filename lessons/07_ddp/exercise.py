@@ -23,8 +23,8 @@ from minidist.parallel.step.step import part_of
 
 
 def plain_ddp(model, optimizer, group, batches):
-    """DDP without buckets and without overlap; the batches are global, the numbers those of
-    N0:403."""
+    """Train by DDP without buckets and without overlap; batches are global, the numbers are those
+    of N0:403."""
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)  # 2 my part of the data
         loss = model.loss(
@@ -46,12 +46,11 @@ def plain_ddp(model, optimizer, group, batches):
 
 
 def assign_buckets(sizes, limit):
-    """Which gradients travel together: lists of indices into `sizes`, the list that is complete
-    first comes first.
+    """Return which gradients travel together: lists of indices into `sizes`, in the order in which
+    they are complete.
 
     Args: sizes: bytes of each gradient, in the order in which forward uses the parameters; limit:
-    bytes of a bucket (a
-          gradient larger than that is a bucket by itself).
+          bytes of a bucket (a larger gradient has its own bucket).
     """
     buckets: list[list[int]] = [[]]
     room = limit
@@ -113,8 +112,8 @@ class Synchronizer:
 
 
 def local_loss(model, batch):
-    """This rank's share of the loss; batch.global_tokens: how many tokens all ranks have together
-    in this step."""
+    """Return this rank's share of the loss; batch.global_tokens is the number of tokens of all
+    ranks in this step."""
     return model.loss(batch.inputs, batch.targets, divisor=batch.global_tokens)
 
 
@@ -124,6 +123,6 @@ def train(model, optimizer, synchronizer, epochs):
         hole(
             6,
             "plain_ddp's steps 3 to 6 with local_loss and synchronizer.finish, for every batch "
-            "in batches; at which place does finish stand? (sections 2 and 5)",
+            "in batches; where must finish be called? (sections 2 and 5)",
             batches,
         )

@@ -1,5 +1,5 @@
-"""What lesson 07's tables, figure and break-its share: a model, batches, a recorded step, replicas
-that drift."""
+"""Run what lesson 07's tables, figure and break-its share: a model, batches, a recorded step,
+drift."""
 
 from typing import Any
 
@@ -38,8 +38,8 @@ HELD = {
 def global_batch(
     config: GPTConfig, step: int, sequences: int = SEQUENCES
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A global batch with something to learn: each token follows from the one before, except for a
-    little noise."""
+    """Return a global batch that can be learned: each token follows from the token before it, but
+    for a little noise."""
     rng = np.random.default_rng(step)
     ids = np.empty((sequences, config.context + 1), np.int64)
     ids[:, 0] = rng.integers(0, config.vocabulary, sequences)
@@ -59,7 +59,7 @@ HELD_OUT = global_batch(SMALL, 10_000, sequences=32)
 def peaks(
     group: Group | None, config: GPTConfig = TIMED, *, sequences: int = SEQUENCES
 ) -> dict[str, int]:
-    """Bytes of this rank at the peak of two steps, by category: of DDP, or of one process without a
+    """Return the peak bytes of two steps on this rank, by category: with DDP, or without a
     group."""
     with account.use(account.MemoryAccount()) as memory:
         model = new_model(config)
@@ -82,8 +82,8 @@ def record_step(
     steps: int = 7,
     quickest: bool = False,
 ) -> list[Timeline]:
-    """The timelines of the median (or quickest) of some steps of DDP, every rank's, on rank 0; else
-    an empty list."""
+    """Return every rank's timeline of the median (or quickest) of some steps of DDP, on rank 0;
+    else an empty list."""
     timeline = Timeline(group.rank)
     model = new_model(config)
     ddp = DDP(model, group, bucket_bytes=bucket_bytes, recorder=timeline)
@@ -111,11 +111,11 @@ def record_step(
 
 
 def data_path(group: Group) -> list[dict[str, Any]]:
-    """On rank 0 a recorded step by the steps of N0:161: of each rank what came, what it has, what
-    it sends; else [].
+    """Return on rank 0 a recorded step by the steps of N0:161, one dict per rank; [] elsewhere.
 
-    Bytes: `came` of the model from others before the step, `model`, `read` of its part of the
-    batch, `gradients`, `sent` in the step's all-reduces to the ranks `to`, in so many `messages`.
+    Each has bytes: `came` of the model from others before the step, `model`, `read` of its part of
+    the batch, `gradients`, and `sent` in the step's all-reduces to the ranks `to`, in `messages`
+    messages.
     """
     timeline = Timeline(group.rank)
     began = totals(group.ledger)
@@ -150,8 +150,8 @@ def data_path(group: Group) -> list[dict[str, Any]]:
 
 
 def hidden_shares(group: Group, bucket_bytes: int, *, steps: int = 3) -> list[float]:
-    """The share of each rank's all-reduces that lies under its computation, over delayed links; on
-    rank 0."""
+    """Return on rank 0 which share of each rank's all-reduces lies under its computation, over
+    delayed links."""
     timeline = Timeline(group.rank)
     model = new_model(TIMED)
     with delayed(group, alpha=50e-6, beta=8e-10) as slow:
@@ -165,9 +165,9 @@ def hidden_shares(group: Group, bucket_bytes: int, *, steps: int = 3) -> list[fl
 
 
 def times_of_one_gpu(gpus: int, batch: dict[str, int]) -> float:
-    """Tokens a second of DDP on so many simulated H100s over those of one.
+    """Return the tokens per second of DDP on `gpus` simulated H100s, divided by those of one.
 
-    Args: batch: sequences of a step, as {"batch": in all} or {"each": of a GPU}.
+    Args: batch: sequences per step, as {"batch": of all GPUs} or {"each": of one GPU}.
     """
 
     def tokens_a_second(count: int) -> float:
@@ -180,7 +180,7 @@ def times_of_one_gpu(gpus: int, batch: dict[str, int]) -> float:
 
 
 def of(timeline: Timeline, name: str, row: str = "compute") -> list[Any]:
-    """A timeline's spans of one name, in order."""
+    """Return a timeline's spans of one name, in order."""
     return sorted(
         (span for span in timeline.spans if span.name == name and span.row == row),
         key=lambda span: span.start,
@@ -188,7 +188,7 @@ def of(timeline: Timeline, name: str, row: str = "compute") -> list[Any]:
 
 
 def reduces(timeline: Timeline) -> list[Any]:
-    """The all-reduces of the buckets, in order."""
+    """Return the all-reduces of the buckets, in order."""
     return sorted(
         (span for span in timeline.spans if span.name.startswith("all_reduce bucket")),
         key=lambda span: span.start,
@@ -196,7 +196,7 @@ def reduces(timeline: Timeline) -> list[Any]:
 
 
 def milliseconds(spans: list[Any]) -> float:
-    """The spans' lengths together."""
+    """Return the sum of the spans' lengths, in milliseconds."""
     return 1e3 * sum(span.stop - span.start for span in spans)
 
 
@@ -206,12 +206,12 @@ def milliseconds(spans: list[Any]) -> float:
 def drift(
     group: Group, synchronise: str, *, epochs: int = 5, batches: int = 16, watch: int = 1
 ) -> dict[str, Any]:
-    """Train with Adam, synchronising gradients at every "batch", weights at the end of every
-    "epoch", or "never".
+    """Train with Adam; synchronise gradients at every "batch", weights at the end of every "epoch",
+    or "never".
 
-    Returns: "apart", the distance of the replicas after every `watch`-th batch (before weights are
-    averaged), and at the end of each epoch the held-out loss of rank 0's "own" replica and of the
-    "mean" of all replicas.
+    Returns: "apart", the distance between the replicas after every `watch`-th batch (before weights
+    are averaged), and at the end of each epoch the held-out loss of rank 0's "own" replica and of
+    the "mean" of all replicas.
     """
     model = new_model(SMALL)
     parameters = list(model.parameters())

@@ -1,4 +1,4 @@
-"""The figure of lesson 07: one recorded step of DDP, rank by rank, and replicas that drift apart.
+"""Draw the figure of lesson 07: one recorded step of DDP on each rank, and replicas that drift.
 
 python lessons/07_ddp/figure.py [--out DIR]      # figure.png and figure.mmd
 """
@@ -40,8 +40,8 @@ COLORS = {
 
 
 def record(group: Group) -> dict[str, Any]:
-    """Rank 0: the spans of a step on TIMED ranks and of one on all, a list for each rank; the drift
-    experiments."""
+    """Return on rank 0 the spans of a step on TIMED ranks and of one on all, a list per rank, and
+    the drift experiments."""
     pair = group.split(0 if group.rank < TIMED else 1)
     timed = []
     if group.rank < TIMED:
@@ -59,7 +59,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png and figure.mmd from what was recorded."""
+    """Draw figure.png and figure.mmd from what was recorded."""
     figure = look.new_figure(
         13.5,
         6.4,
@@ -75,7 +75,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _gantt(ax: Any, steps: list[list[dict[str, Any]]]) -> None:
-    """Each rank's computing above, its buckets below; milliseconds from the first rank's begin."""
+    """Draw each rank's computing above its buckets; in milliseconds from the begin of the first
+    rank."""
     begin = min(span["start"] for spans in steps for span in spans if span["name"] == "forward")
     stop = max(span["stop"] for spans in steps for span in spans if span["name"] == "optimizer")
     look.quiet(ax, grid="x")
@@ -163,7 +164,7 @@ DRIFT = {
 
 
 def _apart(ax: Any, drifts: list[dict[str, Any]]) -> None:
-    """How far the replicas are from each other after each batch."""
+    """Draw the distance between the replicas after each batch."""
     look.quiet(ax, grid="y")
     for run in drifts:
         name, color = DRIFT[run["synchronise"]]
@@ -191,7 +192,7 @@ def _apart(ax: Any, drifts: list[dict[str, Any]]) -> None:
 
 
 def _loss(ax: Any, drifts: list[dict[str, Any]]) -> None:
-    """What the mean of all replicas has learnt at the end of each epoch."""
+    """Draw the held-out loss of the mean of all replicas at the end of each epoch."""
     look.quiet(ax, grid="y")
     for run in drifts:
         name, color = DRIFT[run["synchronise"]]
@@ -209,7 +210,7 @@ def _loss(ax: Any, drifts: list[dict[str, Any]]) -> None:
 
 
 def mermaid(steps: list[list[dict[str, Any]]]) -> str:
-    """The recorded step in the form of N2:51: first what each rank computes, then the messages of
+    """Return the recorded step in the form of N2:51: what each rank computes, then the messages of
     bucket 0."""
     size = len(steps)
     lines = [

@@ -1,8 +1,7 @@
-"""Lesson 07: DDP: the six steps timed, buckets and overlap, traffic beside its formula, and what
-goes wrong without.
+"""Lesson 07: DDP: the six steps timed, buckets and overlap, traffic and its formula, mistakes.
 
 mpirun -n 4 python lessons/07_ddp/lesson.py
-python lessons/07_ddp/lesson.py                        # alone: four ranks as threads
+python lessons/07_ddp/lesson.py                        # no launcher: four threads
 python lessons/07_ddp/lesson.py --break per-epoch      # see README.md, section 8
 """
 
@@ -31,7 +30,7 @@ smi = load_module(Path(__file__).resolve().parents[1] / "05_data_parallel" / "ex
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  Equal replicas: one process, the plain loop, DDP")
     equal_weights(group, page)
     page.heading("2  The six steps (N0:403), timed")
@@ -59,8 +58,8 @@ def tour(group: Group, page: Page) -> None:
 
 
 def scaling(page: Page) -> None:
-    """Times as many tokens a second as one GPU, on a simulated cluster (chapter 24): the same on
-    every machine."""
+    """Show how many times as many tokens per second as one GPU a simulated cluster reaches (chapter
+    24)."""
     rows = []
     for gpus in SCALED:
         strong, weak = (
@@ -82,7 +81,7 @@ def scaling(page: Page) -> None:
 
 
 def equal_weights(group: Group, page: Page) -> None:
-    """The same steps three ways: weights, messages and bytes of rank 0."""
+    """Run the same steps in three ways: compare weights, messages and bytes of rank 0."""
     batches = [lab.global_batch(lab.SMALL, step) for step in range(STEPS)]
     target = alone(new_model(lab.SMALL), partial(Adam, lr=1e-2), batches)
 
@@ -126,7 +125,7 @@ def equal_weights(group: Group, page: Page) -> None:
 
 
 def six_steps(timelines: list[Timeline], page: Page) -> None:
-    """Where each rank's time went, in the notes' numbering."""
+    """Show each rank's time by the numbers of the notes' steps."""
     if not timelines:
         return
     columns: list[tuple[str, Any]] = [
@@ -146,8 +145,8 @@ def six_steps(timelines: list[Timeline], page: Page) -> None:
 
 
 def data_path(ranks: list[dict[str, Any]], page: Page) -> None:
-    """The picture of N0:148 from a recorded step; its columns are the steps of N0:161, in the order
-    of the picture."""
+    """Show the picture of N0:148 from a recorded step; its columns are the steps of N0:161, in the
+    picture's order."""
     if not ranks:
         return
     rows = []
@@ -172,7 +171,7 @@ def data_path(ranks: list[dict[str, Any]], page: Page) -> None:
 
 
 def buckets(timelines: list[Timeline], page: Page) -> None:
-    """When rank 0's buckets set out and arrived, counted from the beginning of its backward."""
+    """Show when rank 0's buckets started and arrived, counted from the begin of its backward."""
     if not timelines or not lab.reduces(timelines[0]):
         return
     backward = lab.of(timelines[0], "backward")[0]
@@ -199,7 +198,7 @@ def buckets(timelines: list[Timeline], page: Page) -> None:
 
 
 def traffic(group: Group, page: Page) -> None:
-    """Bytes and messages of one step, summed over the ranks, beside the formulas."""
+    """Compare the bytes and messages of one step, summed over the ranks, with the formulas."""
     model = new_model(lab.TIMED)
     ddp = DDP(model, group, bucket_bytes=lab.BUCKET)
     optimizer = Adam(list(model.parameters()), 1e-3)
@@ -239,8 +238,8 @@ def traffic(group: Group, page: Page) -> None:
 
 
 def uneven_parts(group: Group, page: Page) -> None:
-    """The gradient of one batch, cut unevenly, three ways: as one process has it, and two ways to
-    average wrongly."""
+    """Compare the gradient of one batch, cut unevenly: as one process has it, and two wrong ways to
+    average."""
     inputs, targets = lab.global_batch(lab.SMALL, 0, sequences=2 * group.size)
     shares = [group.size + 1, *([1] * (group.size - 1))]  # rank 0 has half of all sequences
     start = sum(shares[: group.rank])
@@ -279,8 +278,8 @@ def uneven_parts(group: Group, page: Page) -> None:
 
 
 def drift_table(group: Group, page: Page) -> None:
-    """Distance between replicas at the end of each epoch, and what rank 0's replica and the mean of
-    all have learnt."""
+    """Show the distance between replicas at the end of each epoch, and the loss of rank 0's replica
+    and of the mean."""
     rows = []
     for way in ("batch", "epoch", "never"):
         run = lab.drift(group, way, watch=16)
@@ -308,8 +307,8 @@ def drift_table(group: Group, page: Page) -> None:
 
 
 def overlap(group: Group, page: Page) -> None:
-    """How much of the all-reduces lies under computation, over a ten-gigabit network, by bucket
-    size."""
+    """Show how much of the all-reduces lies under computation, over a ten-gigabit network, by
+    bucket size."""
     rows = []
     for name, bucket_bytes in (
         (size_text(1 << 18), 1 << 18),
@@ -332,8 +331,8 @@ def overlap(group: Group, page: Page) -> None:
 
 
 def processes(group: Group, page: Page) -> None:
-    """The notes' nvidia-smi table for DDP, measured: a process a replica, all with the same
-    load."""
+    """Show the notes' nvidia-smi table for DDP, measured: one process per replica, all with the
+    same load."""
     records = smi.smi_of_ddp(group)
     if records is None:
         return
@@ -357,8 +356,7 @@ def processes(group: Group, page: Page) -> None:
 
 
 def what_a_rank_holds(group: Group, page: Page) -> None:
-    """The memory account of one process beside that of a DDP rank: state, activations, the
-    whole."""
+    """Compare the memory account of one process with a DDP rank's: state, activations, total."""
     single = lab.peaks(None)
     ddp = lab.peaks(group)
     sequences = max(1, group.size // 2)

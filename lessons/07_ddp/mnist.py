@@ -1,5 +1,5 @@
-"""The notes' MNIST example (N1:58), as it was meant: DDP over the ranks that were launched, each
-reading its own part.
+"""Run the notes' MNIST example (N1:58) corrected: DDP over the launched ranks, each of which reads
+its own part.
 
     mpirun -n 4 python lessons/07_ddp/mnist.py                     # scikit-learn's digits, extra
                                                                    `digits`
@@ -8,11 +8,11 @@ reading its own part.
                                                                    the same weights
 
 What was wrong, in the order of the notes' lines:
-    rank=0, world_size=2    written into the program: it waits for ever for a rank 1 that says it is
-                            rank 0 too
-    shuffle=False           is the loader's, and right beside a sampler; but sampler.set_epoch was
-                            not called, so every epoch had the same order
-    num_replicas=2, rank=0  every process reads the same half of the data, and none the other
+    rank=0, world_size=2    written into the program: it waits for ever for a rank 1, and the second
+                            process also says that it is rank 0
+    shuffle=False           is right for a loader with a sampler; but sampler.set_epoch was not
+                            called, so every epoch had the same order
+    num_replicas=2, rank=0  every process reads the same half of the data; no process reads the other
     nn.DataParallel(model)  one process with many threads; it never uses the process group opened
                             above
 """
@@ -54,8 +54,8 @@ class Classifier(Module):
 def train(
     world: Group, data: ImageData, epochs: int = EPOCHS
 ) -> list[tuple[int, float, float, int]]:
-    """(epoch, mean training loss, accuracy on the held-out images, samples this rank has read), one
-    row an epoch."""
+    """Train; return (epoch, mean training loss, accuracy on the held-out images, samples that this
+    rank read), one row per epoch."""
     model = Classifier(data.train.pixels[0].size, data.classes)
     model.initialize(seed=SEED)
     ddp = DDP(model, world)

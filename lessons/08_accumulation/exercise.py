@@ -14,10 +14,11 @@ from minidist.parallel.step.step import micro_parts, part_of
 
 
 def cut(rows, passes):
-    """Where each pass begins and ends: [(begin, end), …], `passes` pairs that cover 0 … rows in
-    order.
+    """Return where each pass begins and ends: [(begin, end), …], `passes` pairs that cover 0 … rows
+    in order.
 
-    As even as it goes, the first ones one row longer: cut(7, 3) is [(0, 3), (3, 5), (5, 7)].
+    Sizes differ by at most one row, and the longer passes are first: cut(7, 3) is [(0, 3), (3, 5),
+    (5, 7)].
     """
     each, more = divmod(rows, passes)
     pairs = []
@@ -37,7 +38,7 @@ def cut(rows, passes):
 
 
 def plain_accumulation(model, optimizer, group, batches, passes):
-    """Each global batch in several passes, on any number of ranks."""
+    """Train on each global batch in several passes, on any number of ranks."""
     for inputs, targets in batches:
         # this rank's rows of the batch
         mine = part_of((inputs, targets), size=group.size, rank=group.rank)
@@ -52,8 +53,8 @@ def plain_accumulation(model, optimizer, group, batches, passes):
 
 
 def elements_sent(stage, passes, parameters, ranks):
-    """Elements that all ranks together send in a step: stage 0 is DDP, 1 to 3 are ZeRO's (section
-    4)."""
+    """Return the elements that all ranks together send in a step; stage 0 is DDP, 1 to 3 are ZeRO's
+    (section 4)."""
     a = passes
     psi = parameters
     return (ranks - 1) * hole(

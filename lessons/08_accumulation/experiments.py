@@ -1,5 +1,5 @@
-"""What lesson 08's tables, figure and break-its share: gradients of passes, memory over time,
-traffic by strategy."""
+"""Measure what lesson 08's tables, figure and break-its share: gradients, memory and traffic by
+passes."""
 
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ FLOAT64 = 8
 
 
 def gradient(batch: Any, passes: int, divisor: str) -> np.ndarray:
-    """One process's gradient of a batch in some passes; what the loss is divided by: "all", "own"
-    tokens or "twice"."""
+    """Return one process's gradient of a batch in some passes.
+
+    Args: divisor: the loss is divided by "all" tokens, by a pass's "own" tokens, or "twice".
+    """
     inputs, targets = batch
     model = new_model(lab.SMALL)
     for rows in np.array_split(np.arange(len(inputs)), passes):
@@ -39,7 +41,7 @@ def gradient(batch: Any, passes: int, divisor: str) -> np.ndarray:
 
 
 def peaks(config: GPTConfig, rows: int, passes: int) -> dict[str, int]:
-    """The peaks of one process's step."""
+    """Return the peaks of one process's step, in bytes by category."""
     with account.use(account.MemoryAccount()) as seen:
         model = new_model(config)
         single = Single(model)
@@ -50,8 +52,8 @@ def peaks(config: GPTConfig, rows: int, passes: int) -> dict[str, int]:
 
 
 def record(group: Group) -> dict[str, Any]:
-    """For the figure: the account at every module and gradient of a step in 1, 2 and 4 passes; and
-    the traffic."""
+    """Record for the figure the account at every module and gradient of a step in 1, 2 and 4
+    passes, and the traffic."""
     runs = {passes: moments(passes) for passes in (1, 2, 4)} if group.rank == 0 else {}
     group.barrier()
     return {
@@ -64,7 +66,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def moments(passes: int) -> list[dict[str, int]]:
-    """Bytes alive by category at every module and every gradient of one step, the second."""
+    """Return the bytes alive by category at every module and gradient of one step, the second."""
     found: list[dict[str, int]] = []
     with account.use(account.MemoryAccount()) as seen:
         model = new_model(CONFIG)
@@ -94,7 +96,8 @@ def moments(passes: int) -> list[dict[str, int]]:
 
 
 def measure_traffic(group: Group, zero: int, passes: int) -> dict[str, Any]:
-    """What all ranks sent in one step, scalars apart, beside the formula; on every rank."""
+    """Return on every rank what all ranks sent in one step, without scalars, and the formula's
+    value."""
     trainer = md.Trainer(md.Plan(dp=group.size, zero=zero, accumulate=passes), lab.SMALL, group)
     before = totals(group.ledger)
     trainer.step(lab.global_batch(lab.SMALL, 0, sequences=4 * group.size))

@@ -23,7 +23,7 @@ STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from the recorded account and ledger."""
+    """Draw figure.png from the recorded account and ledger."""
     config = passing.CONFIG
     figure = look.new_figure(
         13.5,
@@ -49,7 +49,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 def _mountain(
     ax: Any, passes: int, record: list[dict[str, int]], top: float, *, first: bool
 ) -> None:
-    """Stacked bytes by category over the recorded moments of one step."""
+    """Draw the bytes of each category, stacked, over the recorded moments of one step."""
     look.quiet(ax, grid="y")
     heights = [np.array([entry[name] for entry in record]) / 2**20 for name in LAYERS]
     ax.stackplot(
@@ -88,7 +88,7 @@ def _mountain(
 
 
 def _traffic(ax: Any, runs: list[dict[str, Any]], size: int) -> None:
-    """Elements sent in a step in units of Ψ(P-1), a group of bars a strategy."""
+    """Draw the elements sent in a step in units of Ψ(P-1), a group of bars per strategy."""
     look.quiet(ax, grid="y")
     for run in runs:
         unit = run["parameters"] * (size - 1)

@@ -1,8 +1,7 @@
-"""Lesson 08: a batch in several passes: the same weights, less memory, and which strategy reduces
-when.
+"""Lesson 08: a batch in several passes: the same weights, less memory, and the traffic by strategy.
 
 mpirun -n 4 python lessons/08_accumulation/lesson.py
-python lessons/08_accumulation/lesson.py                          # alone: four ranks as threads
+python lessons/08_accumulation/lesson.py                          # no launcher: four threads
 python lessons/08_accumulation/lesson.py --break forget-to-zero   # see README.md, section 8
 """
 
@@ -42,7 +41,7 @@ STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank; memory is measured by rank 0 alone."""
+    """Run the lesson on every rank; only rank 0 measures memory."""
     page.heading("1  The same weights, whatever the passes")
     same_weights(group, page)
     page.heading("2  What is divided by what")
@@ -63,7 +62,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def same_weights(group: Group, page: Page) -> None:
-    """Steps of one process in one pass beside the plain loop and DDP in several."""
+    """Compare steps of one process in one pass with the plain loop and DDP in several passes."""
     batches = [
         lab.global_batch(lab.SMALL, step, sequences=3 * group.size + 1) for step in range(STEPS)
     ]
@@ -105,7 +104,7 @@ def same_weights(group: Group, page: Page) -> None:
 
 
 def means(page: Page) -> None:
-    """The gradient of even and uneven passes, divided rightly and in two wrong ways."""
+    """Compare the gradient of even and uneven passes, divided rightly and in two wrong ways."""
     rows = []
     for count, passes in ((8, 4), (7, 4), (5, 4)):
         batch = lab.global_batch(lab.SMALL, 0, sequences=count)
@@ -131,7 +130,7 @@ def means(page: Page) -> None:
 
 
 def memory(page: Page) -> None:
-    """Peaks by category for 1, 2, 4 and 8 passes."""
+    """Show the peaks by category for 1, 2, 4 and 8 passes."""
     found = {passes: passing.peaks(passing.CONFIG, passing.ROWS, passes) for passes in (1, 2, 4, 8)}
     rows = []
     for passes, peak in found.items():
@@ -169,7 +168,7 @@ def memory(page: Page) -> None:
 
 
 def traffic(group: Group, page: Page) -> None:
-    """A passes × strategy, measured and by formula."""
+    """Compare the measured traffic with the formula, by passes and strategy."""
     rows = []
     for zero, formula in enumerate(("2Ψ", "2Ψ", "(A+1)Ψ", "3AΨ")):
         for passes in (1, 2, 4):
@@ -198,8 +197,7 @@ def traffic(group: Group, page: Page) -> None:
 
 
 def long_sequences(page: Page) -> None:
-    """The same tokens a step in ever longer sequences, in as many passes as keep the tokens of a
-    pass."""
+    """Keep the tokens per step and per pass, and make sequences longer: show the memory."""
     rows = []
     tokens = 512
     for context in (64, 128, 256, 512):
@@ -223,8 +221,8 @@ def long_sequences(page: Page) -> None:
 
 
 def large_batches(page: Page) -> None:
-    """The same 512 sequences in batches of 4, 16 and 64: fewer steps, with the same rate and with a
-    larger one."""
+    """Train on the same 512 sequences in batches of 4, 16 and 64: fewer steps, with the same rate
+    and with a larger one."""
     rows = []
     for batch in (4, 16, 64):
         losses = []
@@ -249,7 +247,7 @@ def large_batches(page: Page) -> None:
 
 
 def average_twice() -> None:
-    """Divided by all tokens, and by the passes once more: A times too short."""
+    """Divide by all tokens, and then by the passes: the gradient is A times too small."""
     for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", Adam, 0.01)):
         losses = []
         for factor in (1.0, 0.25):
@@ -271,7 +269,8 @@ def average_twice() -> None:
 
 
 def forget_to_zero() -> None:
-    """Gradients of old batches stay: in one process they only add up; DDP refuses to sum sums."""
+    """Keep the gradients of old batches: in one process they only add up; DDP refuses to sum them
+    again."""
     model = new_model(lab.SMALL)
     optimizer = SGD(list(model.parameters()), 0.1)
     for step in range(5):
@@ -325,8 +324,8 @@ def reduce_every_pass() -> None:
 
 
 def step_before_last() -> None:
-    """The optimizer steps after each pass: other weights in one process; on ranks that reduce last,
-    replicas part."""
+    """Step the optimizer after each pass: one process gets other weights; replicas that reduce last
+    become different."""
     batch = lab.global_batch(lab.SMALL, 0)
     target = new_model(lab.SMALL)
     Single(target).step(batch, SGD(list(target.parameters()), 0.5), accumulate=4)
@@ -354,7 +353,7 @@ def step_before_last() -> None:
 
 
 def mean_of_means() -> None:
-    """Each pass divides by its own tokens, then by the passes."""
+    """Divide each pass by its own tokens, then by the number of passes."""
     for count in (8, 7, 6, 5):
         batch = lab.global_batch(lab.SMALL, 0, sequences=count)
         target = passing.gradient(batch, 1, "all")

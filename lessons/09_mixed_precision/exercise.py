@@ -14,13 +14,16 @@ from minidist.grading import hole
 
 
 def plain_mixed_precision(model, masters, optimizer, batches, scale):
-    """Mixed precision on one process; `masters`: a float32 Parameter for each of the model's of low
-    precision."""
+    """Train in mixed precision on one process.
+
+    `masters` has one float32 Parameter for each low-precision Parameter of the model.
+    """
     for inputs, targets in batches:
         for p, master in zip(model.parameters(), masters, strict=True):
             hole(
                 1,
-                "2 weights of half the bytes: what stands in p.data as forward begins? (section 2)",
+                "2 weights of half the bytes: what must p.data hold when forward begins? (section "
+                "2)",
                 p,
                 master,
             )
@@ -55,7 +58,8 @@ class Scaler:
         self.good = 0
 
     def overflowed(self, gradients, group):
-        """Whether any element on ANY rank is infinite or NaN: the same answer on every rank."""
+        """Return whether any element on ANY rank is infinite or NaN: the same answer on every
+        rank."""
         mine = hole(
             6,
             "whether any element of my gradients, a list of arrays, is infinite or NaN (section 4)",
@@ -74,14 +78,14 @@ class Scaler:
 
 
 def length(gradients, group):
-    """The norm of the gradients of all ranks together (each has other weights), as a Python
-    float."""
+    """Return the norm of the gradients of all ranks together (each rank has other weights), a
+    Python float."""
     mine = sum(float(np.sum(np.square(gradient, dtype=np.float64))) for gradient in gradients)
     return float(np.sum(group.all_gather(np.array([mine])))) ** 0.5
 
 
 def clip_factor(gradients, scale, group, clip):
-    """What the true gradients are multiplied with, so that their norm is at most `clip`.
+    """Return the factor that multiplies the true gradients, so that their norm is at most `clip`.
 
     `gradients` are as backward leaves them: float16, and `scale` times too large.
     """

@@ -1,5 +1,5 @@
-"""What lesson 09 and its figure run: a small GPT in a dtype of choice, its gradients, and a loss
-scale on its way."""
+"""Run what lesson 09 and its figure share: a small GPT in a given dtype, its gradients, a loss
+scale."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ MANY = 2**21
 
 
 def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The global batch of a step, by number alone."""
+    """Return the global batch of a step; it depends only on the step's number."""
     return text.batch(TEXT.train, step, batch=BATCH, context=CONFIG.context, seed=0)
 
 
@@ -46,8 +46,8 @@ def model_in(dtype: str) -> GPT:
 
 
 def gradients_of(dtype: str, scale: float, tokens: int) -> np.ndarray:
-    """Every weight's gradient of this process's sequences as one float32 vector, as backward left
-    it: times `scale`.
+    """Return every weight's gradient of this process's sequences, times `scale`, as one float32
+    vector.
 
     Args:    tokens: of the whole job's batch, by which the loss is divided; this process has BATCH
              × context of them.
@@ -59,8 +59,8 @@ def gradients_of(dtype: str, scale: float, tokens: int) -> np.ndarray:
 
 
 def accumulated(dtype: str, passes: int, rows: int = BATCH) -> float:
-    """How far the sum of the passes' gradients, added up where they lie, is from their exact sum:
-    of its length."""
+    """Return the error of the passes' gradients when they are summed in place, relative to the
+    length of their exact sum."""
     inputs, targets = text.batch(TEXT.train, 0, batch=rows, context=CONFIG.context, seed=0)
     summed = model_in(dtype)
     each = model_in(dtype)
@@ -75,15 +75,15 @@ def accumulated(dtype: str, passes: int, rows: int = BATCH) -> float:
 
 
 def vector(model: GPT) -> np.ndarray:
-    """All gradients as one float64 vector."""
+    """Return all gradients as one float64 vector."""
     return np.concatenate(
         [np.ravel(np.asarray(p.grad)).astype(np.float64) for p in model.parameters()]
     )
 
 
 def scale_run(steps: int = 48, start: float = 2.0**28, patience: int = 8) -> dict[str, list[Any]]:
-    """Training in fp16 from a scale that is far too large: each step's scale, whether it was
-    skipped, its loss."""
+    """Train in fp16 from a scale that is far too large; return each step's scale, whether it was
+    skipped, and its loss."""
     precision = MixedPrecision("fp16", loss_scale=LossScale(start, patience=patience))
     single = Single(model_in("float16"), precision=precision)
     seen = []
@@ -102,8 +102,8 @@ def scale_run(steps: int = 48, start: float = 2.0**28, patience: int = 8) -> dic
 
 
 def record(group: Group) -> dict[str, Any]:
-    """What the figure shows: gradients in float32, in float16 with two scales, and the scale's
-    way."""
+    """Return what the figure shows: gradients in float32, in float16 with two scales, and the scale
+    by step."""
     return {
         "full": gradients_of("float32", 1.0, MANY),
         "plain": gradients_of("float16", 1.0, MANY),

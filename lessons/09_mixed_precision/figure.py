@@ -26,7 +26,7 @@ FLOOR = 2.0**-34  # gradients below are drawn here
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from the recorded gradients and steps."""
+    """Draw figure.png from the recorded gradients and steps."""
     figure = look.new_figure(
         14.5,
         5.2,
@@ -40,8 +40,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _errors(ax: Any, full: np.ndarray) -> None:
-    """Each recorded gradient, times 2^16 and as it is, rounded to a format: by how much of itself
-    it is off."""
+    """Draw the relative error of each recorded gradient, times 2^16 and as it is, when rounded to a
+    format."""
     look.quiet(ax, grid="y")
     values = full[full != 0][::7]
     values = np.abs(np.concatenate([values, values * np.float32(lab.SCALE)]))
@@ -62,7 +62,7 @@ def _errors(ax: Any, full: np.ndarray) -> None:
 
 
 def _histogram(ax: Any, recorded: dict[str, Any]) -> None:
-    """The gradients' sizes beside what float16 can hold."""
+    """Draw the sizes of the gradients, and the range that float16 can hold."""
     look.quiet(ax)
     full = recorded["full"]
     scale = lab.SCALE
@@ -104,7 +104,7 @@ def _histogram(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 def _scale(ax: Any, run: dict[str, list[Any]]) -> None:
-    """The scale at each step; a cross where it was too large and the step was skipped."""
+    """Draw the scale at each step; a cross where it was too large and the step was skipped."""
     look.quiet(ax, grid="y")
     steps = np.arange(len(run["scale"]))
     scale = np.log2(run["scale"])

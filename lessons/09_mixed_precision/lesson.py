@@ -1,5 +1,4 @@
-"""Lesson 09: numbers of two bytes: what they can hold, master weights, the loss scale, and what is
-gained.
+"""Lesson 09: two-byte numbers: what they can hold, master weights, the loss scale, the gain.
 
 python lessons/09_mixed_precision/lesson.py
 mpirun -n 4 python lessons/09_mixed_precision/lesson.py            # sections 5 and 6 on real ranks
@@ -35,7 +34,7 @@ lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "09")
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson: sections 5 and 6 on all ranks, the rest on rank 0 alone."""
+    """Run the lesson: sections 5 and 6 on all ranks, the others only on rank 0."""
     if group.rank == 0:
         page.heading("1  What a number can be")
         formats(page)
@@ -58,7 +57,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def formats(page: Page) -> None:
-    """Every format asked for its limits, and given three numbers to hold."""
+    """Show the limits of every format, and three numbers rounded to it."""
     rows = []
     for name, dtype in lab.FORMATS.items():
         kind = (
@@ -102,7 +101,7 @@ def formats(page: Page) -> None:
 
 
 def five_steps(page: Page) -> None:
-    """The loop of section 2 beside Single with MixedPrecision, and float32."""
+    """Compare the loop of section 2 with Single with MixedPrecision, and with float32."""
     batches = [lab.batch_of(step) for step in range(lab.STEPS)]
     rows = []
     full = masters_after("fp32", batches)
@@ -136,7 +135,7 @@ def five_steps(page: Page) -> None:
 
 
 def masters_after(name: str, batches: list[Any]) -> dict[str, np.ndarray]:
-    """The library's master weights after these batches, on one process."""
+    """Return the library's master weights after these batches, on one process."""
     model = lab.model_in(lab.FORMATS[name])
     scale = LossScale(lab.SCALE) if name == "fp16" else None
     single = Single(
@@ -152,8 +151,8 @@ def masters_after(name: str, batches: list[Any]) -> dict[str, np.ndarray]:
 
 
 def fates(sizes: np.ndarray) -> list[str]:
-    """Of gradients that are not zero in float32, the share that float16 has zero, subnormal, with
-    all digits, infinite.
+    """Return the shares of gradients that float16 has as zero, subnormal, normal and infinite; none
+    is zero in float32.
 
     Args:    sizes: their absolute values in float16.
     """
@@ -164,8 +163,8 @@ def fates(sizes: np.ndarray) -> list[str]:
 
 
 def lost_gradients(page: Page) -> None:
-    """The same sequences backward in float16, as part of batches of any size, with several
-    scales."""
+    """Run backward in float16 on the same sequences, as part of batches of several sizes, with
+    several scales."""
     rows = []
     for tokens in (lab.MINE, 2**15, lab.MANY):
         full = lab.gradients_of("float32", 1.0, tokens)
@@ -208,7 +207,7 @@ def lost_gradients(page: Page) -> None:
 
 
 def scale_table(page: Page) -> None:
-    """Where the scale went."""
+    """Show the loss scale by step."""
     run = lab.scale_run()
     rows = []
     begin = 0
@@ -235,8 +234,8 @@ def scale_table(page: Page) -> None:
 
 
 def held_and_sent(group: Group, page: Page) -> None:
-    """Each ZeRO stage in float32 and bf16: what rank 0 holds and all ranks send in a step, beside
-    the formulas."""
+    """Compare what rank 0 holds and what all ranks send in a step with the formulas: each ZeRO
+    stage, float32 and bf16."""
     rows = []
     for precision, each in (("fp32", SINGLE), ("bf16", MIXED)):
         for zero in range(4):
@@ -264,8 +263,8 @@ def held_and_sent(group: Group, page: Page) -> None:
 
 
 def one_step(group: Group, plan: Plan) -> tuple[int, int, int]:
-    """Bytes of state that this rank holds, bytes that all ranks send in a step, and the number of
-    parameters."""
+    """Return the bytes of state that this rank holds, the bytes that all ranks send in a step, and
+    the number of parameters."""
     trainer = Trainer(plan, lab.CONFIG, group, optimizer="adam")
     before = sum(group.ledger.sent_bytes("step").get("dp", {}).values())
     trainer.step(lab.batch_of(0))
@@ -282,7 +281,7 @@ def one_step(group: Group, plan: Plan) -> tuple[int, int, int]:
 
 
 def overflow_on_one(group: Group, page: Page) -> None:
-    """The last rank's gradients overflow in step 1; ZeRO-2, where no other rank ever sees them."""
+    """Let the last rank's gradients overflow in step 1 of ZeRO-2: no other rank ever has them."""
     trainer = Trainer(Plan(dp=group.size, zero=2, precision="fp16"), lab.CONFIG, group)
     backward = trainer.precision.backward
     rows = []
@@ -319,8 +318,8 @@ def overflow_on_one(group: Group, page: Page) -> None:
 
 
 def passes_added(page: Page) -> None:
-    """What rounding every addition costs, beside half a unit of the last digit times the root of
-    the passes."""
+    """Compare the error of rounding every addition with half a unit of the last digit times the
+    root of the passes."""
     rows = []
     for passes in (1, 4, 16):
         row: list[Any] = [passes]
@@ -343,7 +342,8 @@ def passes_added(page: Page) -> None:
 
 
 def no_scale() -> None:
-    """float16 without a loss scale, beside bf16 and float32: a rank's share of 2 million tokens."""
+    """Train in float16 without a loss scale, in bf16 and in float32: a rank's share of 2 million
+    tokens."""
     full = lab.gradients_of("float32", 1.0, lab.MANY)
     present = full != 0
     for name, dtype, scale in (
@@ -360,8 +360,7 @@ def no_scale() -> None:
 
 
 def no_masters() -> None:
-    """bf16 weights that are updated themselves: what is less than half the gap to the next number
-    is lost."""
+    """Update bf16 weights directly: a change below half the gap to the next number is lost."""
     lr = 1e-3
     weight = np.ones(1, "float32").astype(ml_dtypes.bfloat16)
     master = weight.astype("float32")
@@ -380,7 +379,7 @@ def no_masters() -> None:
 
 
 def bf16_sum() -> None:
-    """Ones added up in bf16, one after another and as the library does."""
+    """Add up ones in bf16, one after another and as the library does."""
     for count in (100, 256, 1000, 4096):
         total = np.zeros((), ml_dtypes.bfloat16)
         for _ in range(count):
@@ -390,7 +389,7 @@ def bf16_sum() -> None:
 
 
 def clip_before_unscale() -> None:
-    """Gradients clipped while they are still `scale` times too large, then unscaled."""
+    """Clip gradients while they are still `scale` times too large, then unscale them."""
     weight = np.full(4, 0.5, "float32")  # gradients of length 1, in a scale of 65,536
     scaled = weight.astype("float16") * np.float16(2.0**15)
     scale = 2.0**15

@@ -16,8 +16,8 @@ from minidist.grading import hole
 
 
 def layers_of(rank, ranks, layers):
-    """The numbers of the layers that a rank has: a range. Neighbours together; sizes differ by at
-    most 1, first larger."""
+    """Return a rank's layers as a range: consecutive layers; sizes differ by at most 1, larger ones
+    first."""
     each, more = divmod(layers, ranks)
     first = hole(
         1,
@@ -29,14 +29,14 @@ def layers_of(rank, ranks, layers):
 
 
 def plain_model_parallel(layers, group, inputs, targets, divisor):
-    """One batch through all ranks and back; layers(x, targets, divisor) are this rank's, the last
-    rank's the loss."""
+    """Run one batch forward through all ranks and backward; layers(x, targets, divisor) are this
+    rank's, the last rank's return the loss."""
     first = group.rank == 0
     last = group.rank == group.size - 1
     x = (
         inputs
         if first
-        else hole(2, "what comes from the rank before, as the start of a tape of this rank's own")
+        else hole(2, "what arrives from the previous rank, as the start of this rank's own tape")
     )
     y = layers(x, targets, divisor)  # the last: the loss
     if not last:
@@ -51,11 +51,11 @@ def plain_model_parallel(layers, group, inputs, targets, divisor):
 
 
 def bytes_sent(ranks, sequences, tokens, width, itemsize):
-    """What all ranks together send in a step."""
+    """Return the bytes that all ranks together send in a step."""
     return hole(6, "how many cuts, how often each, how large (section 4)")
 
 
 def idle(times):
-    """The share of the ranks' time in which they wait; `times[r]` is how long rank r computes in a
-    step."""
+    """Return the share of the ranks' time in which they wait; `times[r]` is how long rank r
+    computes per step."""
     return hole(7, "the step takes as long as all of them one after the other (section 3)")

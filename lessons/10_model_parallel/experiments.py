@@ -1,4 +1,5 @@
-"""What lesson 10 and its figure run: a small GPT by layers over ranks, recorded."""
+"""Run and record what lesson 10 and its figure share: a small GPT, its layers divided over
+ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ WORK = ("forward", "backward")
 
 
 def config_for(ranks: int, **changes: Any) -> GPTConfig:
-    """A small GPT with a layer for each rank at least, and one table for both ends."""
+    """Return a small GPT with at least one layer per rank, and one table for both ends."""
     sizes = {
         "vocabulary": 64,
         "context": 16,
@@ -42,7 +43,7 @@ def recorded_step(
     sequences: int = 4,
     layers: Sequence[int] | None = None,
 ) -> list[list[tuple[str, float, float]]]:
-    """Rank 0: of each rank the (name, start, stop) of the quickest step's spans, in seconds from
+    """Return on rank 0 each rank's spans (name, start, stop) of the quickest step, in seconds from
     its begin."""
     timeline = Timeline(group.rank)
     strategy = ModelParallel(GPT(config), group, seed=0, layers=layers, recorder=timeline)
@@ -70,7 +71,7 @@ def recorded_step(
 def quickest(
     ranks: list[list[tuple[str, float, float, int]]], steps: int
 ) -> list[list[tuple[str, float, float]]]:
-    """The spans of the step that took least time from the first begin to the last end."""
+    """Return the spans of the step that took least time from the first begin to the last end."""
 
     def edges(step: int) -> tuple[float, float]:
         spans = [span for spans in ranks for span in spans if span[3] == step and span[0] in WORK]
@@ -89,12 +90,12 @@ def quickest(
 
 
 def length(ranks: list[list[tuple[str, float, float]]]) -> float:
-    """Seconds from the first forward to the last backward."""
+    """Return the seconds from the first forward to the last backward."""
     return max((stop for spans in ranks for name, _, stop in spans if name in WORK), default=0.0)
 
 
 def idle(ranks: list[list[tuple[str, float, float]]]) -> float:
-    """The share of the ranks' time, from the first forward to the last backward, in which they do
-    not compute."""
+    """Return the share of the ranks' time, from the first forward to the last backward, in which
+    they do not compute."""
     busy = sum(stop - start for spans in ranks for name, start, stop in spans if name in WORK)
     return 1.0 - busy / (len(ranks) * length(ranks))

@@ -29,10 +29,10 @@ COLORS = {
 
 
 def record(group: Group) -> dict[str, Any]:
-    """Rank 0: the spans of the quickest step on 1, 2 and 4 ranks."""
+    """Return on rank 0 the spans of the quickest step on 1, 2 and 4 ranks."""
     runs: dict[str, list[Any]] = {str(size): [] for size in SIZES}
     parts = [group.split(0 if group.rank < size else 1) for size in SIZES]
-    for _ in range(ROUNDS):  # in turn, so that what else the machine does falls on all alike
+    for _ in range(ROUNDS):  # in turn: other programs then slow all sizes equally
         for size, part in zip(SIZES, parts, strict=True):
             if group.rank < size:
                 runs[str(size)].append(lab.recorded_step(part, CONFIG, steps=STEPS, sequences=8))
@@ -45,7 +45,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """Draw figure.png from what was recorded."""
     figure = look.new_figure(
         13.5,
         5.2,

@@ -1,8 +1,7 @@
-"""Lesson 10: model parallel: layers over ranks; what each rank holds, what crosses the cuts, and
-how long ranks wait.
+"""Lesson 10: model parallel: layers over ranks; state per rank, traffic at the cuts, waiting.
 
 mpirun -n 4 python lessons/10_model_parallel/lesson.py
-python lessons/10_model_parallel/lesson.py                          # alone: four ranks as threads
+python lessons/10_model_parallel/lesson.py                          # no launcher: four threads
 python lessons/10_model_parallel/lesson.py --break no-gradient-back # see README.md, section 6
 """
 
@@ -34,7 +33,7 @@ NOTES_DEVICES = 4
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  The same model as on one rank")
     same(group, page)
     page.heading("2  What each rank holds")
@@ -51,8 +50,8 @@ def tour(group: Group, page: Page) -> None:
 
 
 def same(group: Group, page: Page) -> None:
-    """The plain loop's gradients after a batch, the framework's weights after some, beside one
-    process."""
+    """Compare with one process: the plain loop's gradients after a batch, the library's weights
+    after some steps."""
     config = lab.config_for(group.size)
     alone = new_model(config)
     plain = plain_gradients(group, alone)
@@ -75,7 +74,8 @@ def same(group: Group, page: Page) -> None:
 
 
 def plain_gradients(group: Group, alone: GPT) -> float:
-    """How far the plain loop's gradients of blocks are from those of one process."""
+    """Return the largest difference between the plain loop's gradients of blocks and one
+    process's."""
     config = alone.config
     mine = part_of_model(group, config)
     inputs, targets = lab.global_batch(config, 0)
@@ -99,7 +99,7 @@ def plain_gradients(group: Group, alone: GPT) -> float:
 
 
 def part_of_model(group: Group, config: Any) -> Stages:
-    """This rank's layers, drawn."""
+    """Return this rank's layers, initialized."""
     layers = [len(part) for part in np.array_split(np.arange(config.layers), group.size)]
     mine = Stages(GPT(config), layers, [group.rank])
     mine.model.initialize(0)
@@ -110,7 +110,7 @@ def part_of_model(group: Group, config: Any) -> Stages:
 
 
 def holdings(group: Group, page: Page) -> None:
-    """Parameters of each rank."""
+    """Show the parameters of each rank."""
     config = lab.config_for(group.size)
     strategy = ModelParallel(GPT(config), group, seed=0)
     with group.ledger.control():
@@ -139,8 +139,8 @@ def holdings(group: Group, page: Page) -> None:
 
 
 def notes_size(page: Page) -> None:
-    """N2:166: 32 layers on four devices, as the library cuts them; a model of the size of Llama-7B,
-    without numbers."""
+    """Show N2:166: 32 layers on four devices, as the library cuts them, for a model of Llama-7B's
+    size without numbers."""
     layers = balanced_layers([1.0] * NOTES.layers, NOTES_DEVICES)
     counts = [
         sum(weight.size for weight in Stages(GPT(NOTES), layers, [stage]).model.parameters())
@@ -166,7 +166,7 @@ def notes_size(page: Page) -> None:
 
 
 def _parts(layers: list[int], rank: int) -> str:
-    """What a rank has, in words."""
+    """Return what a rank has, in words."""
     last = rank == len(layers) - 1
     return ", ".join(
         ["embedding"] * (rank == 0) + [plural(layers[rank], "block")] + ["norm, output"] * last
@@ -177,8 +177,8 @@ def _parts(layers: list[int], rank: int) -> str:
 
 
 def waiting(group: Group, page: Page) -> None:
-    """Milliseconds of each rank in the quickest of some steps; then with another split of the
-    layers."""
+    """Show each rank's milliseconds in the quickest of some steps; then with another division of
+    the layers."""
     config = lab.config_for(group.size, layers=2 * group.size)
     spans = lab.recorded_step(group, config, sequences=8)
     last = [1] * (group.size - 1) + [group.size + 1]
@@ -226,7 +226,7 @@ def waiting(group: Group, page: Page) -> None:
 
 
 def traffic(group: Group, page: Page) -> None:
-    """Bytes of a step beside the formula."""
+    """Compare the bytes of a step with the formula."""
     config = lab.config_for(group.size)
     size = group.size
     strategy = ModelParallel(GPT(config), group, seed=0)
@@ -264,7 +264,7 @@ def traffic(group: Group, page: Page) -> None:
 
 
 def train(group: Group, steps: int, broken: str) -> dict[str, Any]:
-    """Weights after some steps, with one thing left out."""
+    """Return the weights after some steps with one part of the algorithm left out."""
     config = lab.config_for(group.size)
     strategy: Any = (
         Single(GPT(config)) if broken == "single" else ModelParallel(GPT(config), group, seed=0)
@@ -298,7 +298,7 @@ def train(group: Group, steps: int, broken: str) -> dict[str, Any]:
 
 
 def no_gradient_back() -> None:
-    """Each rank sends zeros instead of the gradient of its input."""
+    """Send zeros from each rank instead of the gradient of its input."""
     for name, what in (("right", ""), ("no gradient back", "gradient")):
         ranks = md.run(train, 40, what, size=4)
         moved = [
@@ -312,7 +312,7 @@ def no_gradient_back() -> None:
 
 
 def forget_the_table() -> None:
-    """A tied table at both ends whose gradients are not added."""
+    """Train a tied table at both ends whose gradients are not added."""
     for name, what in (("summed", ""), ("each end by itself", "table")):
         ranks = md.run(train, 20, what, size=4)
         apart = np.abs(ranks[0]["table"] - ranks[3]["table"]).max()
@@ -323,7 +323,7 @@ def forget_the_table() -> None:
 
 
 def everybody_receives() -> None:
-    """Each rank waits for a gradient before it has sent its activation."""
+    """Let each rank wait for a gradient before it has sent its activation."""
 
     def job(group: Group) -> None:
         mine = part_of_model(group, lab.config_for(group.size))

@@ -16,8 +16,8 @@ from minidist.parallel.pipeline.instructions import (  # noqa: F401 - you will w
 
 
 def plain_gpipe(stage, group, micros, divisor):
-    """One step of GPipe, without a schedule and without overlap; stage(x, targets, divisor) as in
-    chapter 10."""
+    """Run one step of GPipe without a schedule and without overlap; stage(x, targets, divisor) is
+    as in chapter 10."""
     first = group.rank == 0
     last = group.rank == group.size - 1
     kept = []
@@ -36,7 +36,8 @@ def plain_gpipe(stage, group, micros, divisor):
 
 
 def ahead(rank, ranks, microbatches):
-    """How many forwards a rank does before its first turn of one forward and one backward."""
+    """Return how many forwards a rank does before its first pair of one forward and one
+    backward."""
     return hole(
         4,
         "as many as there are stages after this one, but no more than there are microbatches "
@@ -45,7 +46,7 @@ def ahead(rank, ranks, microbatches):
 
 
 def one_f_one_b(rank, ranks, microbatches):
-    """A rank's computes in order: a list of Forward(stage, microbatch) and Backward(stage,
+    """Return a rank's computes in order: a list of Forward(stage, microbatch) and Backward(stage,
     microbatch)."""
     first = ahead(rank, ranks, microbatches)
     order = [Forward(rank, microbatch) for microbatch in range(first)]
@@ -61,8 +62,8 @@ def one_f_one_b(rank, ranks, microbatches):
 
 
 def waits_for(instruction, ranks):
-    """What must have come from another rank before `instruction`: RecvActivation or RecvGradient of
-    it, or None."""
+    """Return what must have arrived from another rank before `instruction`: its RecvActivation or
+    RecvGradient, or None."""
     stage = instruction.stage
     microbatch = instruction.microbatch
     if isinstance(instruction, Forward):
@@ -82,10 +83,10 @@ def waits_for(instruction, ranks):
 
 
 def bubble(ranks, microbatches):
-    """The share of time in which a rank of GPipe or 1F1B is idle, where stages are equal."""
+    """Return the share of time in which a rank of GPipe or 1F1B is idle, if stages are equal."""
     return hole(9, "the formula of section 3")
 
 
 def held(rank, ranks, microbatches):
-    """The most microbatches whose activations a rank of 1F1B holds at once."""
+    """Return the largest number of microbatches whose activations a rank of 1F1B holds at once."""
     return hole(10, "the ones ahead, and the one in work; no more than there are (section 4)")

@@ -1,4 +1,4 @@
-"""What lesson 11 and its figure run: small GPTs in stages, stages that sleep, and the chart of
+"""Run what lesson 11 and its figure share: small GPTs in stages, stages that sleep, the chart of
 N2:201."""
 
 import re
@@ -41,7 +41,8 @@ TITLES = {
 
 
 def config_for(ranks: int) -> GPTConfig:
-    """A small GPT with layers enough for two stages a rank, and one table for both ends."""
+    """Return a small GPT with enough layers for two stages per rank, and one table for both
+    ends."""
     return GPTConfig(
         vocabulary=32,
         context=8,
@@ -60,21 +61,21 @@ def global_batch(config: GPTConfig, step: int, sequences: int = 8) -> tuple[np.n
 
 
 def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
-    """One of NAMES."""
+    """Return the schedule of one of NAMES."""
     return make_schedule(
         name, ranks, microbatches, chunks=CHUNKS if name == "interleaved" else None
     )
 
 
 def times_of(name: str, unit: float = 1.0) -> Times:
-    """The same work a microbatch and rank in every schedule: `unit` forward and two backward, over
-    all its stages."""
+    """Return the times of one stage such that a microbatch takes a rank `unit` forward and 2 `unit`
+    backward in every schedule."""
     share = unit / stages_a_rank(name)
     return Times(share, 2 * share, share, share)
 
 
 def ideal_bubble(name: str, p: int, m: int) -> tuple[str, float]:
-    """The formula and its value, where p divides m and m is at least 2p."""
+    """Return the formula of the bubble and its value, if p divides m and m is at least 2p."""
     return {
         "naive": ("(p-1)/p", (p - 1) / p),
         "gpipe": ("(p-1)/(m+p-1)", (p - 1) / (m + p - 1)),
@@ -90,41 +91,40 @@ def ideal_bubble(name: str, p: int, m: int) -> tuple[str, float]:
 
 
 class Sleeper:
-    """Stages that sleep instead of computing, and hand on an array of one number: a rank needs no
-    core of its own."""
+    """Stages that sleep instead of computing, and send an array of one number: a rank needs no core."""
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
         self.last = schedule.stages - 1
         self.times = times
 
     def skips(self, microbatch: int) -> bool:
-        """None is empty."""
+        """Return False: no microbatch is empty."""
         return False
 
     def room(self, receive: Any) -> None:
-        """A new array."""
+        """Return None: let the executor make a new array."""
         return
 
     def forward(self, stage: int, microbatch: int, x: Any) -> Any:
-        """Sleeps."""
+        """Sleep as long as a forward takes."""
         time.sleep(self.times.forward)
         return None if stage == self.last else np.zeros(1)
 
     def backward(self, stage: int, microbatch: int, dy: Any, *, whole: bool) -> Any:
-        """Sleeps, half as long if the weights are put off."""
+        """Sleep as long as a backward takes; half as long if the weights' part runs later."""
         time.sleep(self.times.backward if whole else self.times.backward_input)
         return None if stage == 0 else np.zeros(1)
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
-        """Sleeps."""
+        """Sleep as long as the weights' part of a backward takes."""
         time.sleep(self.times.backward_weights)
 
 
 def slept(
     group: Group, name: str, microbatches: int, unit: float, *, rounds: int = 1
 ) -> list[ComputeSpan]:
-    """What the ranks did and when, by their recorded spans, in the quickest of some runs; on rank
-    0, else empty."""
+    """Return on rank 0 the ranks' recorded spans in the quickest of some runs; else an empty
+    list."""
     schedule = schedule_of(name, group.size, microbatches)
     runs = []
     for _ in range(rounds):
@@ -141,25 +141,25 @@ def slept(
 
 
 def pipeline_for(group: Group, name: str, microbatches: int) -> Pipeline:
-    """The lesson's GPT under a schedule."""
+    """Return the lesson's GPT under a schedule."""
     return Pipeline(
         GPT(config_for(group.size)), group, schedule_of(name, group.size, microbatches), seed=0
     )
 
 
 def peak_activations(group: Group, name: str, microbatches: int) -> int:
-    """Bytes of activations at this rank's peak in a step of one sequence a microbatch."""
+    """Return this rank's peak bytes of activations in a step of one sequence per microbatch."""
     pipeline = pipeline_for(group, name, microbatches)
     optimizer = SGD(pipeline.parameters, 1e-2)
     batch = global_batch(config_for(group.size), 0, microbatches)
-    # of its own: what an earlier step left is not its affair
+    # an account for this step only: arrays of earlier steps do not count
     with account.use(account.MemoryAccount()) as memory:
         pipeline.step(batch, optimizer)
         return memory.peak["activations"]
 
 
 def run_unchecked(group: Group, lists: Sequence[Sequence[Any]]) -> None:
-    """The messages of a schedule that was not checked, sent and received one by one."""
+    """Send and receive the messages of a schedule that was not checked, one by one."""
     for instruction in lists[group.rank]:
         if isinstance(instruction, SENDS):
             group.send(np.zeros(1), dst=received_as(instruction).stage % group.size)
@@ -178,8 +178,8 @@ LETTERS = {
 
 
 def as_text(clock: Clock, *, cell: float = 1.0) -> list[str]:
-    """Each rank's line: F2 a forward of microbatch 2, B2, I2, W2 its backwards, one column for each
-    `cell` of time."""
+    """Return each rank's line: F2 is a forward of microbatch 2, B2, I2, W2 are its backwards; one
+    column per `cell` of time."""
     lines = []
     for rank in range(clock.ranks):
         cells = [".."] * round(clock.length / cell)
@@ -238,7 +238,7 @@ NOTES_CHART = """
 
 
 def notes_spans() -> list[ComputeSpan]:
-    """The notes' chart as spans; its microbatches 1 to 4 are 0 to 3 here."""
+    """Return the notes' chart as spans; its microbatches 1 to 4 are 0 to 3 here."""
     spans = []
     rank = -1
     for line in NOTES_CHART.strip().splitlines():
@@ -253,7 +253,7 @@ def notes_spans() -> list[ComputeSpan]:
 
 
 def orders_of(spans: Sequence[ComputeSpan]) -> list[list[Any]]:
-    """What each rank computes, in the order of a chart."""
+    """Return what each rank computes, in the order of a chart."""
     ranks = range(max(span.rank for span in spans) + 1)
     ordered = sorted(spans, key=lambda span: span.start)
     return [[span.instruction for span in ordered if span.rank == rank] for rank in ranks]

@@ -1,5 +1,5 @@
-"""The figure of lesson 11: each schedule as stages that sleep ran it, with its measured beside its
-ideal bubble.
+"""Draw the figure of lesson 11: each schedule as run by stages that sleep, its measured and ideal
+bubble.
 
 python lessons/11_pipeline/figure.py [--out DIR]      # figure.png and figure.mmd
 """
@@ -37,7 +37,7 @@ TWO = ("interleaved", "zb-v", "dualpipe-v")
 
 
 def record(group: Group) -> dict[str, Any]:
-    """Rank 0: the recorded spans of each schedule, the quickest of some rounds."""
+    """Return on rank 0 the recorded spans of each schedule, the quickest of some rounds."""
     return {
         name: lab.slept(group, name, MICROBATCHES, UNIT, rounds=2 if name == "naive" else ROUNDS)
         for name in lab.NAMES
@@ -45,7 +45,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded; figure.mmd."""
+    """Draw figure.png from what was recorded, and figure.mmd."""
     figure = look.new_figure(
         13.5,
         15.0,
@@ -83,12 +83,12 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _length(spans: list[Any]) -> float:
-    """How long a schedule took, in forwards."""
+    """Return how long a schedule took, in forwards."""
     return Clock(RANKS, tuple(spans)).length / UNIT
 
 
 def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
-    """One schedule: a row for each rank, in units of a forward, the first `shown` of them."""
+    """Draw one schedule: a row per rank, in units of a forward, the first `shown` units."""
     assert not broken(spans)
     clock = Clock(RANKS, tuple(spans))
     begin = min(span.start for span in spans)
@@ -145,10 +145,10 @@ def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
 
 
 def _notes_steps(spans: list[Any]) -> list[Any]:
-    """The stretches in which the notes' steps 1 to 4 (N0:240) begin, as recorded.
+    """Return the spans in which the notes' steps 1 to 4 (N0:240) begin, as recorded.
 
-    1: the first microbatch of the cut batch sets out; 2: the second rank gets it; 3: the first rank
-    goes on with the second microbatch; 4: for the first time all ranks compute.
+    1: the first microbatch of the cut batch is sent; 2: the second rank receives it; 3: the first
+    rank continues with the second microbatch; 4: for the first time all ranks compute.
     """
     forwards = {
         (span.rank, span.instruction.microbatch): span
@@ -168,8 +168,8 @@ def _notes_steps(spans: list[Any]) -> list[Any]:
 
 
 def gantt() -> str:
-    """The chart of N2:201 in its own form, each backward put where what it needs has come, by the
-    checker's clock."""
+    """Return the chart of N2:201 in its own form; the checker's clock puts each backward after what
+    it needs."""
     clock = clock_of(
         of_orders("the notes' order", lab.orders_of(lab.notes_spans())), Times(2.0, 2.0)
     )

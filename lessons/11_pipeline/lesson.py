@@ -1,8 +1,7 @@
-"""Lesson 11: pipelines: schedules as lists, proved, timed and run; bubble, activations and traffic
-beside formulas.
+"""Lesson 11: pipelines: schedules as lists, checked, timed and run; bubble, activations, traffic.
 
 mpirun -n 4 python lessons/11_pipeline/lesson.py
-python lessons/11_pipeline/lesson.py                      # alone: four ranks as threads
+python lessons/11_pipeline/lesson.py                      # no launcher: four threads
 python lessons/11_pipeline/lesson.py --break swap-order   # see README.md, section 8
 """
 
@@ -54,7 +53,7 @@ SEEN = 4  # how often PipeDream sees its batch
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  The same weights as one process")
     same_weights(group, page)
     page.heading("2  What each rank does, by the checker's clock")
@@ -79,7 +78,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def same_weights(group: Group, page: Page) -> None:
-    """The plain loop's gradients, then each schedule's weights after some steps, beside one
+    """Compare the plain loop's gradients, and each schedule's weights after some steps, with one
     process."""
     config = lab.config_for(group.size)
     alone = new_model(config)
@@ -110,7 +109,8 @@ def same_weights(group: Group, page: Page) -> None:
 
 
 def plain_gradients(group: Group, alone: GPT) -> str:
-    """How far the plain loop's gradients of a block are from those of one process."""
+    """Return the largest difference between the plain loop's gradients of a block and one
+    process's."""
     config = alone.config
     layers = np.full(group.size, alone.config.layers // group.size)
     layers[: alone.config.layers % group.size] += 1
@@ -143,7 +143,8 @@ def plain_gradients(group: Group, alone: GPT) -> str:
 
 
 def charts(ranks: int, page: Page) -> None:
-    """Each schedule as text, one column a forward of a microbatch on one of the rank's stages."""
+    """Show each schedule as text, one column per forward of a microbatch on one of the rank's
+    stages."""
     for name in lab.NAMES[1:]:
         schedule = lab.schedule_of(name, ranks, MICROBATCHES)
         clock = clock_of(schedule, lab.times_of(name))
@@ -157,7 +158,7 @@ def charts(ranks: int, page: Page) -> None:
 
 
 def bubbles(group: Group, page: Page) -> None:
-    """Formula, clock and stages that sleep."""
+    """Compare the bubble by formula, by the clock, and by stages that sleep."""
     size = group.size
     count = 2 * group.size
     rows = []
@@ -194,7 +195,7 @@ def bubbles(group: Group, page: Page) -> None:
 
 
 def slow_messages(page: Page) -> None:
-    """How long a pass lasts where messages take time, by the clock."""
+    """Show by the clock how long a pass takes if messages take time."""
     ranks = 4
     count = 16
     names = lab.NAMES[2:]
@@ -220,7 +221,7 @@ def slow_messages(page: Page) -> None:
 
 
 def activations(group: Group, page: Page) -> None:
-    """Microbatches held by the list, and bytes by the account."""
+    """Show the microbatches held by the list, and the bytes by the account."""
     count = 2 * group.size
     rows = []
     for name in lab.NAMES:
@@ -246,7 +247,7 @@ def activations(group: Group, page: Page) -> None:
 
 
 def traffic(group: Group, page: Page) -> None:
-    """Bytes over all ranks beside the formula."""
+    """Compare the bytes of all ranks with the formula."""
     config = lab.config_for(group.size)
     rows = []
     inputs, _ = batch = lab.global_batch(config, 0)
@@ -289,7 +290,8 @@ def traffic(group: Group, page: Page) -> None:
 
 
 def notes_chart(page: Page) -> None:
-    """As drawn, and as it must be."""
+    """Compare the notes' chart as drawn with the same order in which each waits for what it
+    needs."""
     spans = lab.notes_spans()
     drawn = Clock(4, tuple(spans))
     right = clock_of(of_orders("the notes' order", lab.orders_of(spans)), lab.Times(2.0, 2.0))
@@ -315,8 +317,8 @@ def notes_chart(page: Page) -> None:
 
 
 def pipedream(group: Group, page: Page) -> None:
-    """How late each stage's weights are and what that costs; what is learnt from as many sequences
-    as 1F1B's."""
+    """Show how late each stage's weights are in PipeDream, what that costs, and the loss compared
+    with 1F1B's."""
     config = replace(lab.config_for(group.size), tied=False)
     count = 2 * group.size
     schedule = lab.schedule_of("1f1b", group.size, count)
@@ -374,7 +376,7 @@ def pipedream(group: Group, page: Page) -> None:
 
 
 def refused(schedule: Schedule) -> None:
-    """What the checker says."""
+    """Print what the checker says of a schedule."""
     try:
         check(schedule)
     except ScheduleError as error:
@@ -382,7 +384,7 @@ def refused(schedule: Schedule) -> None:
 
 
 def swap_order() -> None:
-    """Two stages, and each receives before it sends."""
+    """Check two stages that both receive before they send."""
     right = lab.schedule_of("naive", 2, 2)
     turn = {SendActivation(0, 0): RecvGradient(0, 0), RecvGradient(0, 0): SendActivation(0, 0)}
     lists = (
@@ -396,7 +398,7 @@ def swap_order() -> None:
 
 
 def notes_chart_checked() -> None:
-    """The chart of N2:201, given to the checker."""
+    """Check the chart of N2:201."""
     for early, needed in broken(lab.notes_spans()):
         print(
             f"GPU {early.rank} begins B{early.instruction.microbatch + 1} at {early.start:g}, "
@@ -406,7 +408,7 @@ def notes_chart_checked() -> None:
 
 
 def too_early() -> None:
-    """A stage that computes before its input has come."""
+    """Check a stage that computes before its input has arrived."""
     right = lab.schedule_of("1f1b", 2, 3)
     turn = {RecvActivation(1, 1): Forward(1, 1), Forward(1, 1): RecvActivation(1, 1)}
     refused(
@@ -417,7 +419,7 @@ def too_early() -> None:
 
 
 def crossed() -> None:
-    """Microbatches sent in another order than they are received: nothing hangs, and everything is
+    """Send microbatches in another order than they are received: nothing hangs, and the results are
     wrong."""
 
     def loss(group: Group, order: list[int]) -> float:

@@ -1,4 +1,4 @@
-"""What goes wrong without: the experiments of section 7, each a mistake and what comes of it."""
+"""Run the experiments of section 7: each makes one mistake and shows its result."""
 
 from functools import partial
 from typing import Any
@@ -28,18 +28,18 @@ class OneWay(TensorRegion):
     """A region without f: what enters is not all-reduced on its way back."""
 
     def enter(self, x: Any) -> Any:
-        """x itself."""
+        """Return x itself."""
         return x
 
 
 def gradients(
     group: Group, region: type[TensorRegion]
 ) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Losses of thirty steps on one batch, without clipping, and rank 0's gradients of the
-    first."""
+    """Return the losses of thirty steps on one batch, without clipping, and rank 0's gradients of
+    the first."""
 
     class Cut(TensorParallel):
-        """By regions of the class that was given."""
+        """Tensor parallelism with regions of the given class."""
 
         def __init__(self, model: GPT, group: Group) -> None:
             ModelAxis.__init__(self, model, group)
@@ -58,7 +58,7 @@ def gradients(
 
 
 def no_f() -> None:
-    """The backward all-reduce of the column linears left out."""
+    """Leave out the backward all-reduce of the column linears."""
     right = md.run(partial(gradients, region=TensorRegion), size=2)[0]
     wrong = md.run(partial(gradients, region=OneWay), size=2)[0]
     for step in (0, 29):
@@ -76,7 +76,7 @@ def no_f() -> None:
 
 
 def straddle() -> None:
-    """Three heads on two ranks, cut in the middle: each rank makes scores of half a head."""
+    """Cut three heads in the middle for two ranks: each rank makes scores of half a head."""
     draw = np.random.default_rng(0)
     heads = 3
     t = 6
@@ -103,7 +103,7 @@ def straddle() -> None:
 
 
 def bias_early() -> None:
-    """A row linear that adds its bias before the sum."""
+    """Add the bias of a row linear before the sum."""
 
     def job(group: Group) -> list[float]:
         x = np.ones((1, 8))
@@ -123,7 +123,8 @@ def bias_early() -> None:
 
 
 def gather_between() -> None:
-    """N2:156: an all-gather after the column linear, and then each rank takes its columns again."""
+    """Run N2:156: an all-gather after the column linear, and then each rank takes its columns
+    again."""
 
     def job(group: Group, gathers: bool) -> tuple[float, int]:
         draw = np.random.default_rng(0)
@@ -150,7 +151,7 @@ def gather_between() -> None:
 
 
 def local_softmax() -> None:
-    """Each rank takes the cross-entropy of its own slice of the vocabulary."""
+    """Take on each rank the cross-entropy of its own slice of the vocabulary."""
 
     def job(group: Group) -> tuple[float, float]:
         model = tensor_parallel(GPT(CONFIG), group)

@@ -15,11 +15,11 @@ from minidist.grading import hole
 
 
 def head_columns(heads, head_width, rank, size):
-    """Which columns of the (h, 3h) weight of queries, keys and values rank `rank` keeps: an array
-    of integers.
+    """Return which columns of the (h, 3h) weight of queries, keys and values rank `rank` keeps: an
+    array of integers.
 
-    The 3h columns are the queries of all heads, then the keys of all heads, then the values. Whole
-    heads, divided as numpy.array_split divides.
+    The 3h columns are the queries of all heads, then the keys of all heads, then the values. A rank
+    has whole heads, divided as numpy.array_split divides.
     """
     mine = np.array_split(np.arange(heads), size)[rank]  # this rank's heads
     queries = hole(
@@ -29,11 +29,10 @@ def head_columns(heads, head_width, rank, size):
 
 
 def plain_tensor_mlp(x, up, down, bias, dy, group):
-    """An MLP forward and backward; `up` has this rank's columns, `down` its rows: y, dx, and their
-    gradients.
+    """Run an MLP forward and backward; return y, dx, and the gradients of `up` and `down`.
 
-    y = relu(x up) down + bias. x (n, h), bias (h,) and dy (n, h) are whole and the same on every
-    rank, and so are y and dx to be.
+    y = relu(x up) down + bias. `up` has this rank's columns, `down` its rows. x (n, h), bias (h,)
+    and dy (n, h) are whole and the same on every rank; y and dx must be so too.
     """
     inner = x @ up  # (n, h) (h, own) -> (n, own): complete
     active = np.maximum(inner, 0)  # number by number: no rank needs another's
@@ -50,17 +49,16 @@ def plain_tensor_mlp(x, up, down, bias, dy, group):
 
 
 def bias_gradient(dy, group):
-    """The gradient of the bias, which every rank has; dy (n, h) is whole, the same on every
+    """Return the gradient of the bias, which every rank has; dy (n, h) is whole, the same on every
     rank."""
     return hole(6, "which sum is it? (section 1)", dy)
 
 
 def cross_entropy(logits, targets, first, group):
-    """The mean of -log softmax(logits)[target] over the tokens.
+    """Return the mean of -log softmax(logits)[target] over the tokens.
 
     logits (n, own) are those of ids first, first + 1, …; targets (n,) are ids of the whole
-    vocabulary. Never gather the
-    logits: all that may travel are numbers of shape (n,).
+    vocabulary. Never gather the logits: only numbers of shape (n,) may travel.
     """
     highest = hole(7, "each token's largest logit, of all ranks", logits)
     total = hole(8, "each token's sum of exp(logit - highest), of all ranks", highest)
@@ -72,8 +70,8 @@ def cross_entropy(logits, targets, first, group):
 
 
 def numbers_sent(blocks, tokens, width, ranks):
-    """Numbers that all ranks together send for the blocks of one training step (ring all-reduces),
-    nothing else."""
+    """Return how many numbers all ranks together send for the blocks of one training step (ring
+    all-reduces), nothing else."""
     return hole(
         10, "how many all-reduces a block, of how many numbers, at what price each?", tokens * width
     )

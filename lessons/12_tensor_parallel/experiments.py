@@ -1,5 +1,5 @@
-"""What lesson 12 and its figure run: a small GPT, whole and cut, its batches, and what a block of
-it takes."""
+"""Run what lesson 12 and its figure share: a small GPT, whole and cut, its batches, a block's
+memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ ITEM = 8
 
 
 def cut_model(group: Group, config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:
-    """This rank's part of a model."""
+    """Return this rank's part of a model."""
     model = tensor_parallel(GPT(config), group)
     model.initialize(seed)
     return model
@@ -54,7 +54,7 @@ def batch_of(config: GPTConfig, step: int, sequences: int = BATCH) -> tuple[np.n
 
 
 def alive(make: Callable[[], GPT], config: GPTConfig) -> tuple[int, int]:
-    """(parameter bytes, activation bytes at the end of forward)."""
+    """Return (parameter bytes, activation bytes at the end of forward)."""
     with account.use(account.MemoryAccount()) as memory:
         model = make()
         loss = model.loss(*batch_of(config, 0))
@@ -63,9 +63,9 @@ def alive(make: Callable[[], GPT], config: GPTConfig) -> tuple[int, int]:
 
 
 def block_bytes(config: GPTConfig, make: Callable[[GPTConfig], GPT]) -> tuple[int, int]:
-    """What one block more makes: (parameter bytes, activation bytes).
+    """Return what one more block adds: (parameter bytes, activation bytes).
 
-    The median of three measurements: on a crowded machine a single one was once wrong.
+    The median of three measurements: on a busy machine a single one was once wrong.
     """
     measured = []
     for _ in range(3):

@@ -35,8 +35,8 @@ PLACES = {  # name -> (left, top) of its corner, in numbers; title
 
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0: where each rank's numbers lie, what the steps sent by kind, memory by ranks, and a
-    block's calls."""
+    """Return on rank 0 which rank holds each number, what the steps sent by kind, memory by ranks,
+    and a block's calls."""
     model = lab.cut_model(group)
     held = {}
     for name, p in model.named_parameters():
@@ -73,7 +73,8 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def memory(group: Group) -> dict[int, list[int]]:
-    """{ranks: [weights, activations inside, outside] of a block, on the rank that holds most}."""
+    """Return {ranks: [weights, activations inside, activations outside] of a block}, on the rank
+    that holds most."""
     result = {}
     outside = lab.ITEM * lab.BATCH * CONFIG.context * (4 * CONFIG.width + 2)
     for size in (1, 2, RANKS):
@@ -87,8 +88,8 @@ def memory(group: Group) -> dict[int, list[int]]:
 
 
 def block_calls(group: Group) -> list[list[tuple[str, str]]] | None:
-    """On rank 0, of each rank: (kind, text) of the layers and all-reduces of one forward of block
-    0, in their order."""
+    """Return on rank 0, for each rank: (kind, text) of the layers and all-reduces of one forward of
+    block 0, in order."""
     model = lab.cut_model(group)
     block = model.blocks[0]
     seen = []
@@ -122,7 +123,7 @@ def block_calls(group: Group) -> list[list[tuple[str, str]]] | None:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png and figure.mmd from what was recorded."""
+    """Draw figure.png and figure.mmd from what was recorded."""
     figure = look.new_figure(
         13.5,
         8.6,
@@ -139,7 +140,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _matrices(ax: Any, held: dict[str, np.ndarray]) -> None:
-    """Each matrix to scale, a dot of its holder's colour for each number."""
+    """Draw each matrix to scale, with a dot in its holder's colour for each number."""
     look.bare(ax)
     colours = np.array(
         [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in look.RANKS[:RANKS]], np.uint8
@@ -176,7 +177,7 @@ def _matrices(ax: Any, held: dict[str, np.ndarray]) -> None:
 
 
 def _traffic(ax: Any, calls: list[int]) -> None:
-    """One bar for each all-reduce of a step, in the order in which they ran; the formula as a
+    """Draw one bar per all-reduce of a step, in the order in which they ran; the formula as a
     mark."""
     look.quiet(ax, grid="y")
     tokens = lab.BATCH * CONFIG.context
@@ -233,7 +234,7 @@ def _traffic(ax: Any, calls: list[int]) -> None:
 
 
 def _memory(ax: Any, memory: dict[int, list[int]]) -> None:
-    """A block's bytes on one, two and four ranks."""
+    """Draw a block's bytes on one, two and four ranks."""
     look.quiet(ax, grid="x")
     left = np.zeros(len(memory))
     names = ["weights", "activations inside the regions", "outside: whole on every rank"]
@@ -258,8 +259,8 @@ def _memory(ax: Any, memory: dict[int, list[int]]) -> None:
 
 
 def mermaid(ranks: list[list[tuple[str, str]]]) -> str:
-    """N2's graph of tensor parallelism, of the block that ran: each rank's layers between f and
-    g."""
+    """Return N2's graph of tensor parallelism for the block that ran: each rank's layers between f
+    and g."""
     lines = ["graph TB", '    x["x, whole on every rank"]']
     before = "x"
     region = 0

@@ -1,8 +1,7 @@
-"""Lesson 12: tensor parallelism: every matrix cut, two all-reduces a region, and the loss of a
-split vocabulary.
+"""Lesson 12: tensor parallelism: every matrix cut, two all-reduces per region, a split loss.
 
 mpirun -n 4 python lessons/12_tensor_parallel/lesson.py
-python lessons/12_tensor_parallel/lesson.py                     # alone: four ranks as threads
+python lessons/12_tensor_parallel/lesson.py                     # no launcher: four threads
 python lessons/12_tensor_parallel/lesson.py --break no-f        # see README.md, section 7
 """
 
@@ -40,7 +39,7 @@ STEPS = 3
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  Columns, then rows: an MLP by hand")
     by_hand(group, page)
     page.heading("2  What each rank holds")
@@ -60,7 +59,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def by_hand(group: Group, page: Page) -> None:
-    """The plain loop beside the same MLP in one piece."""
+    """Compare the plain loop with the same MLP in one piece."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(10, 8))
     dy = draw.normal(size=(10, 8))
@@ -98,7 +97,7 @@ def by_hand(group: Group, page: Page) -> None:
 
 
 def all_ranks(group: Group, number: float) -> int:
-    """The sum of a number over the ranks, counted under control."""
+    """Return the sum of a number over the ranks; the ledger counts it as control."""
     with group.ledger.control():
         return int(group.all_reduce(np.array([float(number)]))[0])
 
@@ -107,7 +106,7 @@ def all_ranks(group: Group, number: float) -> int:
 
 
 def shapes(group: Group, page: Page) -> None:
-    """Each weight of a block and of the ends: whole, and on the first and last rank."""
+    """Show each weight of a block and of the ends: whole, and on the first and last rank."""
     model = lab.cut_model(group)
     mine = np.array([[p.size] for p in model.parameters()], dtype=np.int64)
     with group.ledger.control():
@@ -161,7 +160,7 @@ CASES = {
 
 
 def equal(group: Group, page: Page) -> None:
-    """Several models, trained by one process and by all."""
+    """Train several models by one process and by all ranks; compare the weights."""
     rows = []
     for name, changes in CASES.items():
         config = replace(CONFIG, **changes)  # type: ignore[arg-type]
@@ -195,7 +194,8 @@ def equal(group: Group, page: Page) -> None:
 
 
 def measure_step(group: Group, strategy: Any, batch: Any) -> tuple[int, list[int]]:
-    """(bytes that all ranks sent in a step, this rank's bytes of each call but control's)."""
+    """Return (bytes that all ranks sent in a step, this rank's bytes of each call except
+    control's)."""
     calls: list[int] = []
     end = group.ledger.subscribe(
         lambda event: (
@@ -215,7 +215,8 @@ def measure_step(group: Group, strategy: Any, batch: Any) -> tuple[int, list[int
 
 
 def traffic(group: Group, page: Page) -> None:
-    """A step, as it is and with blocks computed again: by what it was for."""
+    """Show the traffic of a step by purpose, with activations kept and with blocks computed
+    again."""
     rows = []
     p = group.size
     tokens = BATCH * CONFIG.context
@@ -258,7 +259,7 @@ def traffic(group: Group, page: Page) -> None:
 
 
 def beside_data_parallel(group: Group, page: Page) -> None:
-    """The same model and batch both ways: N2:158 finds the volume small."""
+    """Compare with data parallelism on the same model and batch: N2:158 calls the volume small."""
     config = replace(CONFIG, vocabulary=8, layers=4)
     rows = []
     for sequences in (group.size, 2 * group.size, 4 * group.size):
@@ -290,7 +291,8 @@ def beside_data_parallel(group: Group, page: Page) -> None:
 
 
 def loss_of_slices(group: Group, page: Page) -> None:
-    """The loss by gathering logits, and by two all-reduces: value, bytes, memory."""
+    """Compare the loss by gathering logits with the loss by two all-reduces: value, bytes,
+    memory."""
     tokens = 64
     vocabulary = 1003
     logits = np.random.default_rng(0).normal(size=(tokens, vocabulary))
@@ -339,8 +341,8 @@ def loss_of_slices(group: Group, page: Page) -> None:
 
 
 def memory(group: Group, page: Page) -> None:
-    """A block on one rank and on each of many: weights, and activations inside and outside the
-    regions."""
+    """Compare a block on one rank with the same block on all: weights, and activations inside and
+    outside the regions."""
     config = replace(CONFIG, heads=8, width=64)
     p = group.size
     one = lab.block_bytes(config, new_model)

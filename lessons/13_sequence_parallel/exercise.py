@@ -11,23 +11,27 @@ from minidist.grading import hole
 
 
 def blocks_of(rank, ranks):
-    """The numbers of a rank's two blocks, the earlier one first."""
+    """Return the numbers of a rank's two blocks, the earlier one first."""
     return [rank, hole(1, "as far from the end as the first is from the beginning", rank, ranks)]
 
 
 def tokens_of(length, rank, ranks):
-    """The positions in the whole sequence of a rank's tokens: (own,) integers."""
+    """Return the positions of a rank's tokens in the whole sequence: (own,) integers."""
     blocks = np.array_split(np.arange(length), 2 * ranks)
     return np.concatenate([blocks[number] for number in blocks_of(rank, ranks)])
 
 
 def multiplied(query_block, key_block):
-    """Whether queries of one block look at keys of another, or of their own, at all: causal."""
-    return hole(2, "which of the two must not lie ahead of the other?", query_block, key_block)
+    """Return whether queries of one block attend to any keys of another block, or of the same:
+    causal."""
+    return hole(
+        2, "which of the two blocks must not be later than the other?", query_block, key_block
+    )
 
 
 def plain_ring_attention(q, k, v, positions, group):
-    """Ring attention, forward, of one head: (own, D) three times, positions (own,) -> (own, D).
+    """Return ring attention's forward of one head: (own, D) three times, positions (own,) -> (own,
+    D).
 
     top and total (own, 1) are the maximum and the sum so far, y (own, D) the weighted sum so far:
     section 1.
@@ -54,15 +58,17 @@ def plain_ring_attention(q, k, v, positions, group):
 
 
 def positions_for_rotary(length, rank, ranks):
-    """What `rotary` is given with a rank's queries and keys: (own,) integers."""
+    """Return the positions that `rotary` gets with a rank's queries and keys: (own,) integers."""
     return hole(
-        7, "the angle between a query and a key tells how far apart they are in the whole sequence"
+        7, "the angle between a query and a key depends on their distance in the whole sequence"
     )
 
 
 def blocks_sent(ranks):
-    """What a rank sends for attention (forward, backward), in blocks of its own tokens' keys, or
-    values: section 4."""
+    """Return how much a rank sends for attention (forward, backward), in blocks of its own tokens'
+    keys, or values: section 4."""
     forward = hole(8, "keys and values: how many hops?", ranks)
-    backward = hole(9, "the same again, and their gradients, which must also come home", ranks)
+    backward = hole(
+        9, "the same again, and their gradients, which must also return to their rank", ranks
+    )
     return forward, backward

@@ -1,5 +1,5 @@
-"""What lesson 13 and its figure share: a small model cut in three ways, its costs, and the ring
-walked by hand."""
+"""Run what lesson 13 and its figure share: a small model cut in three ways, its costs, a ring by
+hand."""
 
 import time
 from functools import partial
@@ -48,7 +48,7 @@ SEQUENCES = 2
 
 
 def config_for(ranks: int, context: int) -> GPTConfig:
-    """Two blocks with rotary positions and a head for every rank, in float64."""
+    """Return a model of two blocks with rotary positions and a head for every rank, in float64."""
     heads = max(8, ranks)
     return GPTConfig(
         vocabulary=max(32, ranks),
@@ -99,7 +99,7 @@ def sent(group: Group, phase: str, verb: str | None = None) -> int:
 
 
 def train(group: Group, config: GPTConfig, name: str, steps: int, phase: str = "lesson 13") -> Any:
-    """The strategy after some steps; what it sent is counted under `phase`."""
+    """Train for some steps and return the strategy; what it sent is counted under `phase`."""
     strategy = strategy_for(group, config, name)
     optimizer = AdamW(strategy.parameters, 1e-2)
     for step in range(steps):
@@ -111,7 +111,7 @@ def train(group: Group, config: GPTConfig, name: str, steps: int, phase: str = "
 def peaks(
     group: Group, config: GPTConfig, name: str, *, limit: int | None = None
 ) -> dict[str, int]:
-    """Peak bytes of this rank in forward and backward of one sequence."""
+    """Return this rank's peak bytes in forward and backward of one sequence."""
     inputs, targets = global_batch(config, 0, sequences=1)
     with account.use(account.MemoryAccount(limit=limit)) as memory:
         model = GPT(config)
@@ -139,7 +139,7 @@ def peaks(
 
 
 def formula(group: Group, config: GPTConfig, name: str, parameters: int) -> int:
-    """Numbers that all ranks send in a step, by the module's own formula."""
+    """Return how many numbers all ranks send in a step, by the module's own formula."""
     if name == "sequence":
         return sequence_parallel.elements_sent(config, ranks=group.size, sequences=SEQUENCES)
     module: Any = {"ring": ring_attention, "pieces": sparse_ring_attention, "all-to-all": ulysses}[
@@ -152,18 +152,19 @@ def formula(group: Group, config: GPTConfig, name: str, parameters: int) -> int:
 
 
 def numbers(name: str, length: int, width: int = 4) -> np.ndarray:
-    """(1, 1, length, width), the same on every rank, between -1 and 1."""
+    """Return numbers (1, 1, length, width), between -1 and 1, the same on every rank."""
     between = np.asarray(random_uniform(f"lesson 13, {name}", 0, range(length * width), "float64"))
     return (2 * between - 1).reshape(1, 1, length, width)
 
 
 def consecutive(length: int, rank: int, size: int) -> np.ndarray:
-    """The positions of a rank's tokens if the sequence were simply cut in P."""
+    """Return the positions of a rank's tokens if the sequence were cut into P consecutive parts."""
     return np.array_split(np.arange(length), size)[rank]
 
 
 def scores_seen(length: int, rank: int, size: int) -> int:
-    """Scores of a rank that softmax uses, zigzag: by the library's own list of blocks."""
+    """Return how many scores of a rank softmax uses with the zigzag, by the library's own list of
+    blocks."""
     pairs = [
         pair
         for source in range(size)
@@ -178,8 +179,8 @@ def scores_seen(length: int, rank: int, size: int) -> int:
 
 
 def walk(group: Group, length: int) -> dict[str, Any]:
-    """Ring attention's forward by the library's parts: which blocks were multiplied at which hop,
-    every message sent.
+    """Run ring attention's forward by the library's parts; record which blocks were multiplied at
+    which hop, and every message.
 
     Returns: rank 0: {"pairs": (rank, hop, source, query block, key block), "messages": (src, dst,
     start, bytes)}.

@@ -22,7 +22,7 @@ SHORT = 64
 
 
 def record(group: Group) -> dict[str, Any]:
-    """Rank 0: the ring as walked, scores by rank, and peaks."""
+    """Return on rank 0 the ring as run, the scores by rank, and the peaks."""
     walked = lab.walk(group, LENGTH)
     long = lab.config_for(RANKS, SHORT * RANKS)
     short = lab.config_for(RANKS, SHORT)
@@ -44,7 +44,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """Draw figure.png from what was recorded."""
     figure = look.new_figure(
         13.5,
         10.4,
@@ -59,7 +59,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _ring(ax: Any, recorded: dict[str, Any]) -> None:
-    """Pieces at each hop; an arrow is a recorded message."""
+    """Draw the pieces at each hop; an arrow is a recorded message."""
     held = {(rank, hop): source for rank, hop, source, *_ in recorded["pairs"]}
     blocks: dict[tuple[int, int], list[str]] = {}
     for rank, hop, _, queries, keys in recorded["pairs"]:
@@ -117,7 +117,7 @@ def _ring(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 def _matrix(ax: Any, pairs: list[list[int]]) -> None:
-    """The blocks of scores: the rank that computes each, and the hop at which."""
+    """Draw the blocks of scores: the rank that computes each, and at which hop."""
     size = 2 * RANKS
     for rank, hop, _, queries, keys in pairs:
         ax.barh(queries, 0.96, 0.96, keys - 0.48, color=look.RANKS[rank])
@@ -137,7 +137,7 @@ def _matrix(ax: Any, pairs: list[list[int]]) -> None:
 
 
 def _scores(ax: Any, scores: dict[str, list[int]]) -> None:
-    """Scores a rank has to compute."""
+    """Draw how many scores each rank has to compute."""
     for row, (name, counts) in enumerate(scores.items()):
         for rank, count in enumerate(counts):
             where = rank + 0.42 * row - 0.21
@@ -164,7 +164,7 @@ def _scores(ax: Any, scores: dict[str, list[int]]) -> None:
 
 
 def _memory(ax: Any, memory: list[tuple[str, dict[str, int]]]) -> None:
-    """Peaks of one rank."""
+    """Draw the peaks of one rank."""
     for row, (_, peak) in enumerate(memory):
         left = 0.0
         for name in ("activations", "communication"):

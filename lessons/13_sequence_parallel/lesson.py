@@ -1,8 +1,7 @@
-"""Lesson 13: a sequence cut between ranks: Megatron's way, ring attention, all-to-all attention;
-bytes and memory.
+"""Lesson 13: a cut sequence: Megatron's way, ring and all-to-all attention; bytes, memory.
 
 mpirun -n 4 python lessons/13_sequence_parallel/lesson.py
-python lessons/13_sequence_parallel/lesson.py                     # alone: four ranks as threads
+python lessons/13_sequence_parallel/lesson.py                     # no launcher: four threads
 python lessons/13_sequence_parallel/lesson.py --break no-offset   # see README.md, section 7
 """
 
@@ -33,7 +32,7 @@ STEPS = 2
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  The same as one process")
     same(group, page)
     page.heading("2  Which rank has which tokens, and how much to do")
@@ -54,12 +53,13 @@ def tour(group: Group, page: Page) -> None:
 
 
 def whole_attention(length: int) -> Any:
-    """causal_attention of one head on one process: (length, 4)."""
+    """Return causal_attention of one head on one process: (length, 4)."""
     return ops.causal_attention(*(lab.numbers(name, length) for name in "qkv")).data[0, 0]
 
 
 def same(group: Group, page: Page) -> None:
-    """The plain loop beside causal_attention, and each strategy's weights beside one process."""
+    """Compare the plain loop with causal_attention, and each strategy's weights with those of one
+    process."""
     length = 12 * group.size + 1
     rows = []
     for name, own in (
@@ -97,7 +97,8 @@ def same(group: Group, page: Page) -> None:
 
 
 def swap_off(group: Group, length: int) -> float:
-    """How far the plain swap's attention is from one process's, on this rank's tokens."""
+    """Return the largest difference between the plain swap's attention and one process's, on this
+    rank's tokens."""
     q, k, v = np.random.default_rng(0).normal(size=(3, length, 8, 4))
     whole = (
         ops.causal_attention(*(tensor(x.swapaxes(0, 1)[None]) for x in (q, k, v)))
@@ -109,7 +110,7 @@ def swap_off(group: Group, length: int) -> float:
 
 
 def mlp_off(group: Group) -> float:
-    """How far the MLP on own tokens is from the one on whole tokens."""
+    """Return the largest difference between the MLP on own tokens and the MLP on whole tokens."""
     draw = np.random.default_rng(1)
     tokens = 2 * group.size
     x, dy = draw.normal(size=(2, tokens, 8))
@@ -126,7 +127,7 @@ def mlp_off(group: Group) -> float:
 
 
 def largest(group: Group, value: float) -> float:
-    """The ranks' largest."""
+    """Return the largest of the ranks' values."""
     with group.ledger.control():
         return float(group.all_reduce(np.array([value]), op="max")[0])
 
@@ -135,7 +136,7 @@ def largest(group: Group, value: float) -> float:
 
 
 def balance(group: Group, page: Page) -> None:
-    """Scores a rank computes, consecutive tokens and zigzag."""
+    """Show how many scores a rank computes, with consecutive tokens and with the zigzag."""
     size = group.size
     length = 12 * group.size
     rows = []
@@ -170,7 +171,7 @@ def balance(group: Group, page: Page) -> None:
 
 
 def hops(group: Group, page: Page) -> None:
-    """What each rank had at each hop, by the messages recorded."""
+    """Show what each rank had at each hop, by the recorded messages."""
     length = 12 * group.size
     walked = lab.walk(group, length)
     if group.rank:
@@ -205,7 +206,7 @@ def hops(group: Group, page: Page) -> None:
 
 
 def traffic(group: Group, page: Page) -> None:
-    """Bytes of a step over all ranks beside the formulas."""
+    """Compare the bytes of a step over all ranks with the formulas."""
     config = lab.config_for(group.size, 12 * group.size)
     rows = []
     for name in lab.NAMES:
@@ -232,7 +233,7 @@ def traffic(group: Group, page: Page) -> None:
 
 
 def memory(group: Group, page: Page) -> None:
-    """Peaks of forward and backward; and a limit that one process cannot keep."""
+    """Show the peaks of forward and backward, and a limit that one process exceeds."""
     short = lab.config_for(group.size, 32)
     long = lab.config_for(group.size, 32 * group.size)
     one = lab.peaks(group, short, "one process")
@@ -271,8 +272,8 @@ def shown(peak: dict[str, int]) -> list[str]:
 
 
 def half_the_scores(group: Group, page: Page) -> None:
-    """Scores as the notes draw them, L/P × L/P a rank, and what softmax gave those that are
-    missing."""
+    """Compute only the scores that the notes draw, L/P × L/P per rank; show the weight softmax gave
+    the missing ones."""
     length = 48
     rows = []
     q, k = (lab.numbers(part, length)[0, 0] for part in "qk")
@@ -304,8 +305,8 @@ def half_the_scores(group: Group, page: Page) -> None:
 
 
 def under_a_window(group: Group, page: Page) -> None:
-    """The plain loop beside all scores; bytes of a step, a dense ring and pieces under two
-    patterns, beside formulas."""
+    """Compare the plain loop with all scores; then the bytes of a step with the formulas, for a
+    dense ring and for pieces under two patterns."""
     length = 12 * group.size + 1
     window = 7
     own = zigzag(length, group.rank, group.size)
@@ -338,7 +339,8 @@ def under_a_window(group: Group, page: Page) -> None:
 
 
 def sent_beside(group: Group, config: Any) -> list[str]:
-    """Bytes of keys, values and their gradients in a step, of all ranks; the formula's."""
+    """Return the bytes of keys, values and their gradients that all ranks send in a step, and the
+    formula's value."""
     name = "ring" if config.attention_pattern is None else "pieces"
     phase = f"lesson 13, {config}"
     lab.train(group, config, name, 1, phase=phase)
@@ -353,7 +355,8 @@ def sent_beside(group: Group, config: Any) -> list[str]:
 
 
 def off_by(what: str, change: Any) -> None:
-    """Weights after some steps beside one process, with `change` made to the ring on each rank."""
+    """Print the difference of weights from one process's after some steps, with `change` made to
+    the ring on each rank."""
     config = lab.config_for(2, 24)
 
     def job(group: Group) -> float:
@@ -375,7 +378,7 @@ def off_by(what: str, change: Any) -> None:
 
 
 def no_offset() -> None:
-    """Every rank takes its tokens for the first ones."""
+    """Use on every rank the positions of the first tokens."""
 
     def forget(model: Any, group: Group) -> None:
         for block in model.blocks:
@@ -396,7 +399,7 @@ class OwnPieceAlone(ring_attention.RingSelfAttention):
 
 
 def own_scores() -> None:
-    """L/2 × L/2 scores a rank."""
+    """Compute on each rank only its own L/2 × L/2 scores."""
 
     def alone(model: Any, group: Group) -> None:
         for block in model.blocks:
@@ -408,7 +411,7 @@ def own_scores() -> None:
 
 
 def no_shrink() -> None:
-    """Online softmax whose sums are not scaled when a larger maximum comes."""
+    """Run online softmax without scaling its sums when a larger maximum arrives."""
 
     def job(group: Group) -> float:
         length = 24

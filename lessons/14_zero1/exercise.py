@@ -11,9 +11,9 @@ model; the batches are global. What you may use:
     group.all_gather(y, out=x)       x = every rank's y, one after the other; y may not lie in x:
                                      give it a copy
     flat.chunk                       the slice of a vector as long as the model that is this rank's
-    flat.pieces(w, g)                what an optimizer is made of: it will change `w`, this rank's
-                                     weights, by the gradients that stand in `g`, and keeps a state
-                                     as large as they are
+    flat.pieces(w, g)                the argument of an optimizer: it will change `w`, this rank's
+                                     weights, by the gradients in `g`, and keeps a state for these
+                                     weights only
 """
 
 import numpy as np
@@ -24,14 +24,14 @@ from minidist.parallel.step.step import part_of
 
 
 def chunk_of(n, rank, size):
-    """The slice of n numbers that a rank owns, cut as numpy.array_split cuts; `flat.chunk` below is
-    one."""
+    """Return the slice of n numbers that a rank owns, cut as numpy.array_split cuts; `flat.chunk`
+    below is one."""
     return hole(1, "where does it begin, where does it end? (section 1)", n, rank, size)
 
 
 def plain_zero1(model, new_optimizer, group, batches):
-    """ZeRO-1 without buckets and without overlap; the batches are global, the numbers those of
-    N4:297."""
+    """Train by ZeRO-1 without buckets and without overlap; batches are global, the numbers are
+    those of N4:297."""
     flat = Flat(list(model.parameters()), group)  # all weights; one chunk is mine
     weights = flat.join()
     mine = np.zeros(flat.chunk_size, flat.dtype)

@@ -1,5 +1,4 @@
-"""The figures of lesson 14: the memory of a rank through a step, of DDP and of ZeRO-1; and by the
-number of ranks.
+"""Draw the figures of lesson 14: a rank's memory through a step of DDP and of ZeRO-1, and by ranks.
 
 paper.png is the chart of the ZeRO paper, which N0:299 shows, in its own size: bars by the formula.
 
@@ -26,8 +25,8 @@ FORMULAS = ("(2 + 2 + K)Ψ", "2Ψ + 2Ψ + KΨ/N", "2Ψ + (2 + K)Ψ/N", "(2 + 2 +
 
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0: rank 0's quickest step under DDP and ZeRO-1; bytes a parameter of ZeRO-1 on 1, 2,
-    … ranks."""
+    """Return on rank 0 its quickest step under DDP and ZeRO-1, and the bytes per parameter of
+    ZeRO-1 on 1, 2, … ranks."""
     steps = {stage: lab.recorded(group, stage) for stage in (0, 1)}
     parameters, _ = lab.parameter_bytes(lab.MEASURED)
     by_size = {}
@@ -43,7 +42,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded, and paper.png from the formula."""
+    """Draw figure.png from what was recorded, and paper.png from the formula."""
     _paper(folder)
     figure = look.new_figure(
         13.5,
@@ -72,7 +71,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _paper(folder: Path) -> None:
-    """What one device holds between steps under each stage, in GB."""
+    """Draw what one device holds between steps under each stage, in GB."""
     billions = PAPER["parameters"] / 1e9
     figure = look.new_figure(
         11.0,
@@ -111,7 +110,7 @@ def _paper(folder: Path) -> None:
 
 
 def _by_size(ax: Any, by_size: dict[int, list[float]]) -> None:
-    """Bytes a parameter as bars, one for each number of ranks."""
+    """Draw the bytes per parameter as bars, one for each number of ranks."""
     look.quiet(ax)
     below = [0.0] * len(by_size)
     for index, name in enumerate(STATE):

@@ -1,8 +1,7 @@
-"""Lesson 14: ZeRO-1: DDP's steps and DDP's traffic, with the optimizer's state divided among the
-ranks.
+"""Lesson 14: ZeRO-1: DDP's steps and traffic, with the optimizer's state divided among the ranks.
 
 mpirun -n 4 python lessons/14_zero1/lesson.py
-python lessons/14_zero1/lesson.py                             # alone: four ranks as threads
+python lessons/14_zero1/lesson.py                             # no launcher: four threads
 python lessons/14_zero1/lesson.py --break no-all-gather       # see README.md, section 6
 """
 
@@ -27,7 +26,7 @@ BILLION = 10**9
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  Equal weights: one process, the plain loop, ZeRO-1")
     equal_weights(group, page)
     page.heading("2  Memory: what a rank holds")
@@ -42,7 +41,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def equal_weights(group: Group, page: Page) -> None:
-    """The same steps three ways: weights beside one process, and whether the ranks agree."""
+    """Run the same steps in three ways: compare weights with one process, and between the ranks."""
     target = lab.alone()
     rows = [["one process", "0", "0"]]
     model = new_model(lab.SMALL)
@@ -63,7 +62,7 @@ def equal_weights(group: Group, page: Page) -> None:
 
 
 def memory_table(group: Group, page: Page) -> None:
-    """Bytes by category between steps, of DDP and of ZeRO-1, beside the formula."""
+    """Compare the bytes by category between steps of DDP and of ZeRO-1 with the formula."""
     parameters, _ = lab.parameter_bytes(lab.MEASURED)
     rows = []
     for stage in (0, 1):
@@ -92,8 +91,8 @@ def memory_table(group: Group, page: Page) -> None:
 
 
 def savings(page: Page) -> None:
-    """How many times less a rank holds, by ranks: the notes' 4 and 8 are limits for ever more
-    ranks."""
+    """Show how many times less a rank holds, by number of ranks: the notes' 4 and 8 are limits for
+    many ranks."""
     rows = [
         [
             str(ranks),
@@ -126,7 +125,7 @@ def savings(page: Page) -> None:
 
 
 def all_reduce_version(group: Group) -> None:
-    """N0:335 read literally: every rank gets every sum, updates its part, then all parts are
+    """Run N0:335 read literally: every rank gets every sum and updates its part, then all parts are
     shared."""
     model = new_model(lab.MEASURED)
     flat = Flat(list(model.parameters()), group)
@@ -142,7 +141,7 @@ def all_reduce_version(group: Group) -> None:
 
 
 def traffic_table(group: Group, page: Page) -> None:
-    """Bytes of one step over all ranks: DDP, ZeRO-1, and ZeRO-1 with an all-reduce in it."""
+    """Compare the bytes of one step over all ranks: DDP, ZeRO-1, and ZeRO-1 with an all-reduce."""
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
     rows = []
     for name, times, counted in (
@@ -176,7 +175,7 @@ def traffic_table(group: Group, page: Page) -> None:
 
 
 def no_all_gather() -> None:
-    """Step 4 left out: each rank goes on with its own chunk new and the others' old."""
+    """Leave out step 4: each rank continues with its own chunk new and the others' old."""
 
     def drift(group: Group) -> list[float]:
         model = new_model(lab.SMALL)
@@ -197,7 +196,7 @@ def no_all_gather() -> None:
 
 
 def average_twice() -> None:
-    """Gradients divided by P once more, after a loss that was divided by all ranks' tokens."""
+    """Divide gradients by P although the loss was already divided by all ranks' tokens."""
 
     def train(group: Group, optimizer_class: Any, lr: float, factor: float) -> float:
         strategy = Zero1(new_model(lab.SMALL), group)
@@ -217,7 +216,7 @@ def average_twice() -> None:
 
 
 def read_too_early() -> None:
-    """The next forward does not wait for the weights that are on their way."""
+    """Begin the next forward before the weights have arrived."""
 
     def train(group: Group, wait: bool) -> tuple[float, np.ndarray]:
         from minidist.comm.transports.throttled import delayed

@@ -28,8 +28,8 @@ from minidist.parallel.step.step import part_of
 
 
 def plain_zero2(model, new_optimizer, group, batches):
-    """ZeRO-2, parameter by parameter and without overlap; the batches are global, the numbers those
-    of N4:349."""
+    """Train by ZeRO-2, parameter by parameter and without overlap; batches are global, the numbers
+    are those of N4:349."""
     runs = []
     for p in model.parameters():
         flat = Flat([p], group)
@@ -74,8 +74,8 @@ class MyGradients:
         self.flying = []
 
     def final(self, run):
-        """Backward calls this when the last gradient of a run is final: its sum sets out, and
-        backward goes on."""
+        """Begin the sum of a run's gradients; backward calls this when the last gradient of the run
+        is final, and continues at once."""
         gradient = run.take()
         chunk = run.chunk()
         handle = hole(
@@ -89,8 +89,8 @@ class MyGradients:
         )
 
     def land(self):
-        """The oldest that flies: wait for its sum, add it to what earlier passes of the step left
-        in the shard."""
+        """Wait for the oldest sum under way; add it to what earlier passes of the step left in the
+        shard."""
         run, gradient, chunk, handle = self.flying[0]
         hole(5, "wait; what happens to run.shard? (section 4)", run, chunk, handle)
         del gradient
@@ -99,6 +99,6 @@ class MyGradients:
         )
 
     def finish(self):
-        """After each backward: when this returns, the shards hold the sums and the optimizer may
-        read them."""
+        """Finish after each backward: when this returns, the shards hold the sums and the optimizer
+        may read them."""
         hole(7, "what is left to be done?")

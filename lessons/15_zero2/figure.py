@@ -19,7 +19,7 @@ HELD = ("parameters", "gradients", "optimizer", "activations")
 
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0: rank 0's last step under ZeRO-1 and 2."""
+    """Return on rank 0 its last step under ZeRO-1 and under ZeRO-2."""
     return {
         "steps": [
             [stage, ranks[0]] for stage in (1, 2) for ranks in [lab.recorded(group, stage)] if ranks
@@ -29,7 +29,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """Draw figure.png from what was recorded."""
     figure = look.new_figure(
         13.5,
         6.6,
@@ -59,7 +59,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _gradients(ax: Any, stage: int, step: dict[str, Any], nbytes: int) -> None:
-    """Bytes of gradients over time, and above them each bucket's reduce-scatter."""
+    """Draw the bytes of gradients over time, and above them each bucket's reduce-scatter."""
     start = step["start"]
     stop = step["stop"]
     samples = [(moment, now) for moment, now in step["samples"]]

@@ -1,7 +1,7 @@
 """Lesson 15: ZeRO-2: every gradient is computed, and no rank ever holds all of them.
 
 mpirun -n 4 python lessons/15_zero2/lesson.py
-python lessons/15_zero2/lesson.py                             # alone: four ranks as threads
+python lessons/15_zero2/lesson.py                             # no launcher: four threads
 python lessons/15_zero2/lesson.py --break forget-to-free      # see README.md, section 6
 """
 
@@ -25,7 +25,7 @@ BILLION = 10**9
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  Equal weights: one process, the plain loop, ZeRO-2")
     equal_weights(group, page)
     page.heading("2  Memory: between steps, and at the peak of one")
@@ -40,7 +40,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def equal_weights(group: Group, page: Page) -> None:
-    """The same steps three ways."""
+    """Run the same steps in three ways; compare the weights."""
     target = lab.alone()
     rows = [["one process", "0", "0"]]
     model = new_model(lab.SMALL)
@@ -61,8 +61,8 @@ def equal_weights(group: Group, page: Page) -> None:
 
 
 def memory_table(group: Group, page: Page) -> None:
-    """Between steps each category beside the formula; at the peak gradients beside shard and two
-    buckets."""
+    """Compare with the formula: between steps each category, and at the peak the gradients with
+    shard and two buckets."""
     parameters, nbytes = lab.parameter_bytes(lab.MEASURED)
     rows = []
     peaks = []
@@ -107,7 +107,7 @@ def memory_table(group: Group, page: Page) -> None:
 
 
 def formulas(page: Page) -> None:
-    """7.5 billion parameters on 64 devices: what N4:336 says of stage 2, and what is right."""
+    """Compare N4:336 with the right value for stage 2: 7.5 billion parameters on 64 devices."""
     held = state_bytes(7_500_000_000, MIXED, zero=2, ranks=64)
     without = held["gradients"] + held["optimizer"]
     page.table(
@@ -126,7 +126,7 @@ def formulas(page: Page) -> None:
 
 
 def traffic_table(group: Group, page: Page) -> None:
-    """Bytes of one step over all ranks, with 1, 2 and 4 passes."""
+    """Compare the bytes of one step over all ranks with the formula, for 1, 2 and 4 passes."""
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
     rows = []
     for passes in (1, 2, 4):
@@ -155,8 +155,8 @@ def traffic_table(group: Group, page: Page) -> None:
 
 
 def peaks(group: Group, keep: bool) -> tuple[int, int]:
-    """The gradients' bytes between steps and at the peak, of ZeRO-2 as it is or with its buffers
-    kept."""
+    """Return the gradients' bytes between steps and at the peak, of ZeRO-2 as it is or with its
+    buffers kept."""
     with account.use(account.MemoryAccount()) as seen:
         strategy = Zero2(new_model(lab.MEASURED), group, bucket_bytes=lab.BUCKET)
         kept: list[Any] = []
@@ -175,7 +175,7 @@ def peaks(group: Group, keep: bool) -> tuple[int, int]:
 
 
 def forget_to_free() -> None:
-    """A bucket that a name still refers to is not free."""
+    """Keep a name that refers to each bucket: its memory is not freed."""
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
     print(f"all gradients together are {size_text(nbytes)}")
     for name, keep in (("freed", False), ("kept in a list", True)):
@@ -184,7 +184,7 @@ def forget_to_free() -> None:
 
 
 def update_too_early() -> None:
-    """The optimizer does not wait for the last bucket, over links with a latency of 10 ms."""
+    """Update before the last bucket has arrived, over links with a latency of 10 ms."""
 
     def train(group: Group, wait: bool) -> np.ndarray:
         from minidist.comm.transports.throttled import delayed
@@ -214,7 +214,7 @@ def update_too_early() -> None:
 
 
 def average_twice() -> None:
-    """Shards divided by P after they were summed, with and without clipping."""
+    """Divide shards by P after they were summed, with and without clipping."""
 
     def train(group: Group, factor: float, clip: float | None) -> float:
         from minidist.optim import SGD
@@ -240,7 +240,7 @@ def average_twice() -> None:
 
 
 def replace_instead_of_add() -> None:
-    """Accumulation: the shard takes the last pass's sum and forgets the others'."""
+    """Accumulate wrongly: the shard takes the last pass's sum and loses the earlier ones."""
 
     def train(group: Group, forget: bool) -> np.ndarray:
         strategy = Zero2(new_model(lab.SMALL), group, bucket_bytes=lab.SMALL_BUCKET)

@@ -44,17 +44,17 @@ class PlainUnit:
         self.free()
 
     def gather(self, *_):
-        """All-gather the weights."""
+        """All-gather the weights of the unit."""
         for p, view in self.flat.views(hole(4, "the whole vector of weights, by one collective")):
             p.data = view
 
     def free(self, *_):
-        """Only the shard is left."""
+        """Free the weights: only the shard is kept."""
         for p in self.flat.parameters:
             p.data = np.broadcast_to(np.nan, p.shape)
 
     def reduce(self, *_):
-        """Reduce-scatter the gradients; free them, and the weights."""
+        """Reduce-scatter the gradients; free them and the weights."""
         gradient = np.empty(self.flat.size, self.flat.dtype)
         for p, view in self.flat.views(gradient):
             view[...] = p.grad
@@ -67,8 +67,8 @@ class PlainUnit:
 
 
 def plain_zero3(model, modules, new_optimizer, group, batches):
-    """ZeRO-3, unit by unit and without prefetch; the batches are global, the numbers those of
-    N4:398."""
+    """Train by ZeRO-3, unit by unit and without prefetch; batches are global, the numbers are those
+    of N4:398."""
     units = [PlainUnit(module, group) for module in modules]
     optimizer = new_optimizer(
         [piece for unit in units for piece in unit.flat.pieces(unit.shard, unit.mine)]

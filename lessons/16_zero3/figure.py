@@ -1,5 +1,5 @@
-"""The figure of lesson 16: weights that come and go, and how much of the traffic hides, without and
-with prefetch.
+"""Draw the figure of lesson 16: weights gathered and freed, and the hidden share, with and without
+prefetch.
 
 python lessons/16_zero3/figure.py [--out DIR]
 """
@@ -26,7 +26,7 @@ AHEAD = {0: "prefetch off (ahead = 0)", 1: "prefetch on (ahead = 1)"}
 
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0: rank 0's quickest step over delayed links, for each `ahead`."""
+    """Return on rank 0 its quickest step over delayed links, for each `ahead`."""
     steps = []
     for ahead in AHEAD:
         with delayed(group, alpha=lesson.ALPHA, beta=1 / lesson.BANDWIDTH) as slow:
@@ -41,7 +41,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """Draw figure.png from what was recorded."""
     figure = look.new_figure(
         13.5,
         7.4,
@@ -68,7 +68,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 def _sawtooth(
     ax: Any, step: dict[str, Any], recorded: dict[str, Any], ahead: int, longest: float
 ) -> None:
-    """Parameters over time, between the shard and the shard with its units in flight."""
+    """Draw the bytes of parameters over time: between the shard, and the shard plus the units in
+    memory."""
     samples = [(moment, now) for moment, now in step["samples"]]
     times, values = stairs(samples, "parameters", start=step["start"], stop=step["stop"])
     shard = recorded["bytes"] / RANKS / 2**20
@@ -102,7 +103,7 @@ def _sawtooth(
 
 
 def _timeline(ax: Any, step: dict[str, Any], longest: float) -> float:
-    """Computing and collectives; returns the hidden share of this step."""
+    """Draw computing and collectives; return the hidden share of this step."""
     spans = overlap_plots.spans_of(step["spans"])
     overlap_plots.draw_step(
         ax, [span for span in spans if span.name != "step" or span.start == step["start"]]
@@ -118,7 +119,8 @@ def _timeline(ax: Any, step: dict[str, Any], longest: float) -> float:
 
 
 def _steps(ax: Any, spans: list[Span], begin: float) -> None:
-    """The notes' numbers (N0:368), each where its first span was recorded: 2 and 4 gather too."""
+    """Write the notes' numbers (N0:368) where their first spans were recorded; 2 and 4 also
+    gather."""
     backward = min(span.start for span in spans if span.name == "backward")
     for number, height, what in (
         ("2, 3", 1.0, "forward"),

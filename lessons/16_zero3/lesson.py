@@ -1,8 +1,7 @@
-"""Lesson 16: ZeRO-3 (FSDP): weights are fetched before use and freed after; prefetch; hybrid
-sharding.
+"""Lesson 16: ZeRO-3 (FSDP): weights gathered before use and freed after; prefetch; hybrid sharding.
 
 mpirun -n 4 python lessons/16_zero3/lesson.py
-python lessons/16_zero3/lesson.py                             # alone: four ranks as threads
+python lessons/16_zero3/lesson.py                             # no launcher: four threads
 python lessons/16_zero3/lesson.py --break forget-to-free      # see README.md, section 8
 """
 
@@ -34,7 +33,7 @@ BANDWIDTH = 400e6
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  Equal weights: one process, the plain loop, ZeRO-3")
     equal_weights(group, page)
     page.heading("2  Memory: the only stage that stores nothing twice")
@@ -51,7 +50,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def equal_weights(group: Group, page: Page) -> None:
-    """The same steps three ways."""
+    """Run the same steps in three ways; compare the weights."""
     target = lab.alone()
     rows = [["one process", "0", "0"]]
     model = new_model(lab.SMALL)
@@ -73,12 +72,12 @@ def equal_weights(group: Group, page: Page) -> None:
 
 
 def unit_bytes() -> int:
-    """Of the largest unit: a block."""
+    """Return the bytes of the largest unit, a block."""
     return sum(p.data.nbytes for p in new_model(lab.MEASURED).blocks[0].parameters())
 
 
 def memory_table(group: Group, page: Page) -> None:
-    """Every stage between steps, and the peak of ZeRO-3's parameters."""
+    """Show every stage's memory between steps, and the peak of ZeRO-3's parameters."""
     parameters, _ = lab.parameter_bytes(lab.MEASURED)
     rows = []
     seen = {}
@@ -128,7 +127,7 @@ def memory_table(group: Group, page: Page) -> None:
 
 
 def with_final_gather(group: Group) -> None:
-    """N0:375's step 8: after the update all cards synchronise the weights."""
+    """Run N0:375's step 8: after the update all ranks gather the weights."""
     strategy = Zero3(new_model(lab.MEASURED), group)
     strategy.step(lab.global_batch(lab.MEASURED, 0), lab.new_adam(strategy.parameters))
     for unit in strategy.units:
@@ -137,7 +136,7 @@ def with_final_gather(group: Group) -> None:
 
 
 def traffic_table(group: Group, page: Page) -> None:
-    """Bytes of one step over all ranks."""
+    """Compare the bytes of one step over all ranks with the formulas."""
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
     cases = [
         ("1 pass", 3, lab.traffic(group, 3)),
@@ -171,7 +170,7 @@ def _row(counted: dict[str, int], times: int, group: Group, nbytes: int) -> list
 
 
 def overlapped(group: Group, ahead: int, *, steps: int = 4) -> tuple[float, float, float]:
-    """(ms a step, ms of communication a step, the hidden share) on this rank, over delayed
+    """Return (ms per step, ms of communication per step, hidden share) of this rank, over delayed
     links."""
     timeline = Timeline(group.rank)
     with delayed(group, alpha=ALPHA, beta=1 / BANDWIDTH) as slow:
@@ -191,7 +190,8 @@ def overlapped(group: Group, ahead: int, *, steps: int = 4) -> tuple[float, floa
 
 
 def overlap_table(group: Group, page: Page) -> None:
-    """Two ranks, so that a small machine has a core for each."""
+    """Show overlap with and without prefetch on two ranks, so that a small machine has a core for
+    each."""
     pair = group.split(0 if group.rank < 2 else None)
     rows = []
     for ahead in (0, 1, 2):
@@ -218,7 +218,8 @@ def overlap_table(group: Group, page: Page) -> None:
 
 
 def hybrid_table(group: Group, page: Page) -> None:
-    """One copy for all, and one for every two: memory, and bytes inside and between copies."""
+    """Compare one copy for all ranks with one per two ranks: memory, and bytes inside and between
+    copies."""
     if group.size % 2 or group.size < 4:
         page.say(f"{group.size} ranks cannot be cut into pairs; run this on 4.")
         return
@@ -257,7 +258,7 @@ def hybrid_table(group: Group, page: Page) -> None:
 
 
 def forget_to_free() -> None:
-    """A unit that is not freed after its forward, and one more in every step."""
+    """Keep 0, 2 and 8 units in memory after their forward; show the peaks."""
 
     def peak(group: Group, forgotten: int) -> int:
         with account.use(account.MemoryAccount()) as seen:
@@ -285,7 +286,7 @@ def forget_to_free() -> None:
 
 
 def tied_in_a_unit() -> None:
-    """The embedding is used at both ends; as a unit it is freed when the head wants it."""
+    """Tie the embedding to the head, in a unit of its own: it is freed when the head needs it."""
     from dataclasses import replace
 
     def train(group: Group) -> None:
@@ -315,7 +316,7 @@ def no_second_gather() -> None:
 
 
 def average_twice() -> None:
-    """Each unit's sum divided by P once more."""
+    """Divide each unit's sum by P although the loss already was."""
     from minidist.optim import SGD
 
     def train(group: Group, factor: float) -> float:
@@ -343,7 +344,8 @@ def _free_unless_whole(unit: Unit) -> None:
 
 
 def stale_weights() -> None:
-    """Units kept from one step to the next: they miss the update of every chunk but the own."""
+    """Keep units from one step to the next: they miss the update of every chunk but the rank's
+    own."""
 
     def train(group: Group, stale: bool) -> float:
         strategy = Zero3(new_model(lab.SMALL), group)

@@ -1,4 +1,4 @@
-"""What goes wrong without: the experiments of section 8, each a mistake and what comes of it."""
+"""Run the experiments of section 8: each makes one mistake and shows its result."""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ LONG = 20
 
 
 def tp_outermost() -> None:
-    """The same job, its axes laid out the other way round, on two machines of four ranks."""
+    """Run the same job with its axes in the opposite order, on two machines of four ranks."""
     shape = lab.cube(8)
     for order in (("dp", "pp", "tp"), ("tp", "pp", "dp")):
         crossed = md.run(partial(lab.crossing, shape=shape, order=order, nodes=(4,)), size=8)[0][0]
@@ -39,8 +39,8 @@ def tp_outermost() -> None:
 def job(
     world: Group, plan: md.Plan, spoil: Any, steps: int = LONG, **options: Any
 ) -> tuple[list[float], Any]:
-    """Losses and weights of a Trainer that `spoil` has changed; a MismatchError of the replicas
-    instead of weights."""
+    """Return the losses and weights of a Trainer that `spoil` changed; the replicas' MismatchError
+    instead of weights if they differ."""
     trainer = md.Trainer(plan, lab.CONFIG, world, **{"lr": 1e-2, "clip": lab.CLIP, **options})
     if spoil is not None:
         spoil(trainer, world)
@@ -71,7 +71,7 @@ def compare(plan: md.Plan, spoil: Any, wrong: str, **options: Any) -> None:
 
 
 def average_twice() -> None:
-    """The notes' mean over the replicas, after a loss that was divided by all tokens."""
+    """Average over the replicas as the notes do, although the loss was divided by all tokens."""
 
     def spoil(trainer: Any, world: Group) -> None:
         update = trainer.optimizer.step
@@ -90,7 +90,7 @@ def average_twice() -> None:
 
 
 def own_norm() -> None:
-    """Each tensor rank clips by the norm of what it has."""
+    """Clip on each tensor rank by the norm of its own part."""
 
     def spoil(trainer: Any, world: Group) -> None:
         trainer.strategy.squares = lambda batch: sum_of_squares(
@@ -101,7 +101,7 @@ def own_norm() -> None:
 
 
 def norm_twice() -> None:
-    """Every rank's squares added up: what several ranks hold whole counts several times."""
+    """Add up every rank's squares: what several ranks hold whole counts several times."""
 
     def spoil(trainer: Any, world: Group) -> None:
         def squares(batch: Any) -> float:
@@ -121,7 +121,7 @@ def norm_twice() -> None:
 
 
 def rows_by_rank() -> None:
-    """Each rank of the job reads rows of its own: world ranks, not dp coordinates."""
+    """Read other rows on each rank of the job: by world ranks, not by dp coordinates."""
 
     def spoil(trainer: Any, world: Group) -> None:
         trainer.strategy.part_of = partial(part_of, size=world.size, rank=world.rank)
@@ -130,7 +130,7 @@ def rows_by_rank() -> None:
 
 
 def one_tp_group() -> None:
-    """N2:282: one tensor group for all replicas."""
+    """Run N2:282: one tensor group for all replicas."""
     lesson = load_module(Path(__file__).resolve().with_name("lesson.py"), "17")
 
     def step(world: Group, rows: int) -> float:

@@ -15,7 +15,7 @@ from minidist.grading import hole
 
 
 def coordinates(rank, shape):
-    """{axis: place} of a rank: the last axis is innermost, so that ranks 0, 1, … differ in it
+    """Return {axis: place} of a rank; the last axis is innermost: ranks 0, 1, … differ in it
     first."""
     places = {}
     for axis in reversed(shape):
@@ -27,7 +27,7 @@ def coordinates(rank, shape):
 
 
 def partners(rank, axis, shape):
-    """The ranks of `rank`'s group along `axis`, itself among them, in order: a list."""
+    """Return the ranks of `rank`'s group along `axis`, itself included, in order: a list."""
     mine = coordinates(rank, shape)
     everyone = range(int(np.prod(list(shape.values()))))
     return [
@@ -43,8 +43,8 @@ def partners(rank, axis, shape):
 
 
 def plain_hybrid(dp, pp, tp, inputs, targets, up, down, lr):
-    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns
-    and rows.
+    """Run one step of SGD on dp × pp × tp ranks, in place: one MLP per stage; a rank has some of
+    its columns and rows.
 
     dp, pp and tp are this rank's groups. The numbers are those of N0:452.
     """
@@ -56,8 +56,8 @@ def plain_hybrid(dp, pp, tp, inputs, targets, up, down, lr):
     inner = np.maximum(x @ up, 0)  # up: own columns of the own stage
     y = hole(6, "down has own rows: which group adds up? (section 1, and lesson 12)", inner)
     if pp.rank < pp.size - 1:
-        pp.send(y, dst=pp.rank + 1)  # 1.2 the next stage goes on
-        dy = pp.recv(src=pp.rank + 1)  # 1.3 its gradient comes back
+        pp.send(y, dst=pp.rank + 1)  # 1.2 the next stage continues
+        dy = pp.recv(src=pp.rank + 1)  # 1.3 its gradient returns
     else:
         dy = 2 * (y - targets[mine]) / targets.size  # divided by the whole batch
     dinner = (dy @ down.T) * (inner > 0)
@@ -74,11 +74,11 @@ def plain_hybrid(dp, pp, tp, inputs, targets, up, down, lr):
 
 
 def norm(shards, whole, mesh):
-    """The norm of the whole model's gradient, the same on every rank, after step 2.2.
+    """Return the norm of the whole model's gradient, the same on every rank, after step 2.2.
 
-    shards: gradients that are cut over tp, this rank's parts (a list of arrays); whole: those that
-    all ranks of tp hold alike (norms, biases of row linears). Each stage of the pipeline has
-    others.
+    shards: this rank's parts of the gradients that are cut over tp (a list of arrays); whole: the
+    gradients that all ranks of tp hold in full (norms, biases of row linears). Each stage of the
+    pipeline has other gradients.
     """
     squares = sum(float((grad**2).sum()) for grad in shards)
     squares += hole(9, "the squares of `whole`: on which rank of tp?", whole, mesh["tp"].rank)
@@ -87,6 +87,6 @@ def norm(shards, whole, mesh):
 
 
 def layout(sent):
-    """The axes, outermost first, as they should lie on machines: `sent` says how many bytes a step
-    sends on each."""
+    """Return the axes, outermost first, as they should lie on machines; `sent` has the bytes per
+    step on each axis."""
     return hole(11, "which one needs the fastest links, those between neighbours?", sent)

@@ -1,5 +1,5 @@
-"""What lesson 17, its figure and its break-its run: plans of a job, their weights, traffic, layout
-and memory."""
+"""Run what lesson 17, its figure and its break-its share: plans, their weights, traffic, layout,
+memory."""
 
 import math
 from collections.abc import Iterator
@@ -42,8 +42,8 @@ def global_batch(
 
 
 def cube(ranks: int) -> dict[str, int]:
-    """As many axes as the number of ranks gives: its prime factors, the largest first, dealt to dp,
-    pp, tp in turn."""
+    """Return as many axes as the number of ranks allows: its prime factors, largest first, given to
+    dp, pp, tp in turn."""
     axes = ("dp", "pp", "tp")
     factor = 2
     primes = []
@@ -60,8 +60,7 @@ def cube(ranks: int) -> dict[str, int]:
 
 
 def shapes(ranks: int) -> Iterator[dict[str, int]]:
-    """Every dp × pp × tp of so many ranks that CONFIG can be cut by, and that the lesson has a
-    microbatch for."""
+    """Yield every dp × pp × tp of `ranks` ranks into which CONFIG can be cut."""
     for dp in range(ranks, 0, -1):
         for pp in range(ranks // dp, 0, -1):
             tp, rest = divmod(ranks, dp * pp)
@@ -70,7 +69,7 @@ def shapes(ranks: int) -> Iterator[dict[str, int]]:
 
 
 def plans(ranks: int) -> Iterator[md.Plan]:
-    """Every mesh of dp, pp and tp; then with cp, with sequence parallelism, and with ZeRO."""
+    """Yield every mesh of dp, pp and tp; then with cp, with sequence parallelism, and with ZeRO."""
     yield from map(plan_of, shapes(ranks))
     if ranks % 2 == 0:
         yield plan_of({**cube(ranks // 2), "cp": 2})
@@ -81,8 +80,8 @@ def plans(ranks: int) -> Iterator[md.Plan]:
 
 
 def expert_plans(ranks: int) -> Iterator[md.Plan]:
-    """Of an even number of ranks: plans that divide MIXED's experts, beside data and, where there
-    are four, tensors."""
+    """Yield, for an even number of ranks, plans that divide MIXED's experts, with dp and, on
+    multiples of four, with tp."""
     if ranks % 2 == 0:
         yield plan_of({"dp": ranks // 2, "ep": 2})
     if ranks % 4 == 0:
@@ -90,18 +89,18 @@ def expert_plans(ranks: int) -> Iterator[md.Plan]:
 
 
 def plan_of(shape: dict[str, int], **options: Any) -> md.Plan:
-    """A plan of that mesh; a pipeline gets MICROBATCHES."""
+    """Return a plan of that mesh; a pipeline gets MICROBATCHES."""
     axes: dict[str, Any] = {**shape, **options}
     return md.Plan(microbatches=MICROBATCHES if shape.get("pp", 1) > 1 else None, **axes)
 
 
 def words(shape: dict[str, int]) -> str:
-    """ "dp=2,tp=2"."""
+    """Return the axes with several ranks as text, "dp=2,tp=2"."""
     return ",".join(f"{axis}={size}" for axis, size in shape.items() if size > 1) or "dp=1"
 
 
 def name_of(plan: md.Plan) -> str:
-    """Its axes, and what else sets it apart."""
+    """Return a plan's axes and its other options as text."""
     return (
         words({axis: plan.axes[axis] for axis in AXES})
         + (f" zero={plan.zero}" if plan.zero else "")
@@ -110,7 +109,8 @@ def name_of(plan: md.Plan) -> str:
 
 
 def kind_of(axis: str) -> str:
-    """What a ledger's axis is for; with ep and cp the data axis is dp and these together."""
+    """Return the axis that a ledger's axis belongs to; with ep and cp the data axis is dp and these
+    together."""
     return "dp" if axis.startswith("dp,") else axis
 
 
@@ -120,9 +120,11 @@ def kind_of(axis: str) -> str:
 def train(
     world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG
 ) -> dict[str, Any]:
-    """A Trainer's whole weights and losses; bytes that all ranks sent by axis; the first gradient's
-    norms; this rank's memory, and its calls: collectives, sends and exchanges; rows that all ranks
-    gave to experts elsewhere.
+    """Return a Trainer's whole weights, its losses and what was measured.
+
+    Measured are: the bytes that all ranks sent by axis; the norms of the first gradient; this
+    rank's memory; its calls: collectives, sends and exchanges; the rows that all ranks sent to
+    experts on other ranks.
     """
     before = sent_by_axis(world)
     calls: list[Any] = []
@@ -183,7 +185,7 @@ def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
 
 
 def sent_by_axis(world: Group) -> dict[str, int]:
-    """Bytes that this rank has sent in training steps."""
+    """Return the bytes that this rank has sent in training steps."""
     sent = dict.fromkeys(AXES, 0)
     for axis, verbs in world.ledger.sent_bytes("step").items():
         if kind_of(axis) in sent:
@@ -192,7 +194,7 @@ def sent_by_axis(world: Group) -> dict[str, int]:
 
 
 def add(world: Group, number: float, op: str = "sum") -> int:
-    """A number's sum (or largest) over the ranks, counted under control."""
+    """Return a number's sum (or largest) over the ranks; the ledger counts it as control."""
     with world.ledger.control():
         return int(world.all_reduce(np.array([float(number)]), op=op)[0])
 
@@ -205,12 +207,13 @@ def formula(
     steps: int = 1,
     rows: int = 0,
 ) -> dict[str, int]:
-    """Bytes of all ranks in so many steps, by axis; rows: in these steps to experts on other ranks.
+    """Return the bytes of all ranks in `steps` steps, by axis; rows: sent in these steps to experts
+    on other ranks.
 
-    dp: 2(dp·ep·cp-1) times what the ranks of one replica hold together, but for experts. That is
+    dp: 2(dp·ep·cp-1) times what the ranks of one replica hold together, without experts. That is
     the model, its whole weights (norms, gates, biases of row linears, positions) tp times, a tied
-    table at both ends of a pipeline. Experts: 2(dp·cp-1) times theirs. ep: 4 h a row. Else: lessons
-    11 to 13.
+    table at both ends of a pipeline. Experts: 2(dp·cp-1) times the experts' weights. ep: 4 h per
+    row. Other axes: lessons 11 to 13.
     """
     sizes = {name: p.size for name, p in GPT(config).named_parameters() if p.requires_grad}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -238,7 +241,8 @@ def formula(
 
 
 def bubble(plan: md.Plan) -> float:
-    """The share of idle time, by the checker's clock, backward twice forward."""
+    """Return the share of idle time, by the checker's clock, if backward takes twice as long as
+    forward."""
     return (
         clock_of(make_schedule(plan.schedule, plan.pp, plan.pieces)).bubble if plan.pp > 1 else 0.0
     )
@@ -248,17 +252,17 @@ def bubble(plan: md.Plan) -> float:
 
 
 def layouts(shape: dict[str, int]) -> list[tuple[str, ...]]:
-    """Every order, outermost first, of the axes that have several ranks."""
+    """Return every order, outermost first, of the axes that have several ranks."""
     return list(permutations([axis for axis, size in shape.items() if size > 1]))
 
 
 def crossing(
     world: Group, shape: dict[str, int], order: tuple[str, ...], nodes: tuple[int, ...]
 ) -> list[dict[str, int]]:
-    """Bytes by axis that one step sends from node to node, by each message's two ends; for each
-    size of a node.
+    """Return the bytes by axis that one step sends from node to node, for each size of a node in
+    `nodes`.
 
-    A node has so many neighbouring ranks.
+    A message's two ends say which nodes it joins. A node of size n holds n consecutive ranks.
     """
     counted = [dict.fromkeys(AXES, 0) for _ in nodes]
 
@@ -277,7 +281,7 @@ def crossing(
 
 
 def links(world: Group, shape: dict[str, int]) -> dict[str, Any]:
-    """Of one step: bytes of each (axis, from, to), calls of each axis; this rank's, by world
+    """Return one step's bytes by (axis, from, to) and calls by axis, of this rank; ranks are world
     ranks."""
     sent: dict[str, int] = {}
     calls = dict.fromkeys(AXES, 0)

@@ -34,8 +34,8 @@ PLACES = {"dp": (0.62, 0.55), "pp": (0.0, -1.25), "tp": (1.6, 0.0)}
 
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0: every rank's messages of a step, what crosses by layout, a step of stages that
-    sleep, five axes."""
+    """Return on rank 0 every rank's messages of a step, the bytes between machines by layout, a
+    step of stages that sleep, and five axes."""
     links = gather_records(group, lab.links(group, SHAPE))
     crossings = [
         [list(order), lab.crossing(group, SHAPE, order, (2,))[0]] for order in lab.layouts(SHAPE)
@@ -56,7 +56,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def five_axes(world: Group) -> dict[str, list[int]]:
-    """This rank's group along each of five axes, by world ranks."""
+    """Return this rank's group along each of five axes, as world ranks."""
     mesh = md.Mesh(world, **FIVE)
     groups = {axis: list(mesh[axis].world_ranks) for axis in FIVE}
     mesh.close()
@@ -67,7 +67,7 @@ def five_axes(world: Group) -> dict[str, list[int]]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png, figure.mmd and mesh.png from what was recorded."""
+    """Draw figure.png, figure.mmd and mesh.png from what was recorded."""
     figure = look.new_figure(
         13.5,
         10.2,
@@ -86,7 +86,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _between(links: list[dict[str, Any]]) -> dict[tuple[str, int, int], int]:
-    """Bytes of each (axis, one rank, the other), both ways together."""
+    """Return the bytes of each (axis, one rank, the other), both directions together."""
     total: dict[tuple[str, int, int], int] = {}
     for rank in links:
         for name, nbytes in rank["sent"].items():
@@ -97,8 +97,8 @@ def _between(links: list[dict[str, Any]]) -> dict[tuple[str, int, int], int]:
 
 
 def _cube(ax: Any, links: list[dict[str, Any]]) -> None:
-    """The ranks as corners of a cube; an edge for each pair that sent something, as wide as it was
-    much."""
+    """Draw the ranks as corners of a cube; an edge for each pair that sent something, its width by
+    the bytes."""
     look.bare(ax)
     corners = []
     for rank in range(RANKS):
@@ -168,7 +168,8 @@ def _cube(ax: Any, links: list[dict[str, Any]]) -> None:
 
 
 def _axes(ax: Any, links: list[dict[str, Any]]) -> None:
-    """Bytes of all ranks by axis; the formula as a mark; how often a rank spoke."""
+    """Draw the bytes of all ranks by axis, the formula as a mark, and how often a rank made a
+    call."""
     look.quiet(ax, grid="y")
     sent = dict.fromkeys(SHAPE, 0)
     for (axis, _, _), nbytes in _between(links).items():
@@ -194,7 +195,7 @@ def _axes(ax: Any, links: list[dict[str, Any]]) -> None:
 
 
 def _layouts(ax: Any, crossings: list[Any]) -> None:
-    """What goes from machine to machine, for each order of the axes."""
+    """Draw the bytes from machine to machine, for each order of the axes."""
     look.quiet(ax, grid="x")
     for place, (_, crossed) in enumerate(crossings):
         left = 0.0
@@ -210,7 +211,7 @@ def _layouts(ax: Any, crossings: list[Any]) -> None:
 
 
 def _timeline(ax: Any, timelines: list[Timeline]) -> None:
-    """A step of each rank: computing, and on it the collectives and sends of each axis."""
+    """Draw a step of each rank: computing, and over it the collectives and sends of each axis."""
     look.quiet(ax)
     steps = [
         [
@@ -268,8 +269,8 @@ def _timeline(ax: Any, timelines: list[Timeline]) -> None:
 
 
 def _span(ax: Any, rank: int, span: Any, left: float, width: float) -> None:
-    """One stretch of one rank, with the number of the notes' step that it is the first of, or the
-    last before 2.2."""
+    """Draw one span of one rank; number it if it is the first of a step of the notes, or the last
+    before 2.2."""
     axis = span.details.get("axis")
     number = _step_number(rank, span)
     if number:
@@ -327,8 +328,8 @@ def _span(ax: Any, rank: int, span: Any, left: float, width: float) -> None:
 
 
 def _step_number(rank: int, span: Any) -> str:
-    """ "1.1" for the first microbatch's forward of a first stage, and so on; "" for stretches
-    without a number."""
+    """Return the notes' number of a span, such as "1.1" for the first microbatch's forward of a
+    first stage, else ""."""
     stage = rank // 2 % 2
     microbatch = span.details.get("microbatch")
     if span.name == "forward":
@@ -347,7 +348,7 @@ def _step_number(rank: int, span: Any) -> str:
 
 
 def _draw_five(groups: list[dict[str, list[int]]], folder: Path) -> None:
-    """Five axes of two ranks each: a panel an axis, in which a group has one colour."""
+    """Draw five axes of two ranks each: one panel per axis, in which each group has one colour."""
     figure = look.new_figure(
         13.5,
         4.0,
@@ -385,7 +386,7 @@ def _draw_five(groups: list[dict[str, list[int]]], folder: Path) -> None:
 
 
 def _box(x: float, y: float, color: str, alpha: float, framed: bool) -> Any:
-    """A rank's cell."""
+    """Return a rank's cell."""
     from matplotlib.colors import to_rgba
     from matplotlib.patches import Rectangle
 
@@ -401,8 +402,8 @@ def _box(x: float, y: float, color: str, alpha: float, framed: bool) -> Any:
 
 
 def mermaid(links: list[dict[str, Any]]) -> str:
-    """N2:266's graph of 3D parallelism, of the mesh that ran: replicas, their stages, and which
-    rank sent to which."""
+    """Return N2:266's graph of 3D parallelism for the mesh that ran: replicas, their stages, and
+    which rank sent to which."""
     lines = ["graph TB"]
     for replica in range(SHAPE["dp"]):
         lines.append(

@@ -1,8 +1,7 @@
-"""Lesson 17: data × pipeline × context × tensor: equal to one process; traffic by axis, links, norm
-and memory.
+"""Lesson 17: data × pipeline × context × tensor: equal to one process; traffic, norm, memory.
 
 mpirun -n 4 python lessons/17_hybrid/lesson.py
-python lessons/17_hybrid/lesson.py                       # alone: eight ranks as threads
+python lessons/17_hybrid/lesson.py                       # no launcher: eight threads
 python lessons/17_hybrid/lesson.py --break rows-by-rank  # see README.md, section 8
 """
 
@@ -29,7 +28,7 @@ BILLION = 1e9
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  The plain loop: three axes in one step")
     by_hand(group, page)
     page.heading("2  The mesh: which rank is in which group")
@@ -55,7 +54,7 @@ def tour(group: Group, page: Page) -> None:
 def hand_weights(
     stages: int, width: int = 6, hidden: int = 8
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """An MLP for each stage: (up, down)."""
+    """Return an MLP for each stage: (up, down)."""
     draw = np.random.default_rng(0)
     return (
         [0.5 * draw.normal(size=(width, hidden)) for _ in range(stages)],
@@ -70,7 +69,7 @@ def hand_alone(
     downs: list[np.ndarray],
     lr: float,
 ) -> None:
-    """The same step of all stages, by one process, in place."""
+    """Run the same step of all stages in one process, in place."""
     kept = []
     x = inputs
     for up, down in zip(ups, downs, strict=True):
@@ -87,8 +86,8 @@ def hand_alone(
 
 
 def hand_off(group: Group, shape: dict[str, int]) -> float:
-    """How far the weights of the plain loop are from one process's after three steps, on the rank
-    that is furthest."""
+    """Return the largest difference, over the ranks, between the plain loop's weights and one
+    process's after three steps."""
     mesh = md.Mesh(group, **shape)
     ups, downs = hand_weights(shape["pp"])
     stage = mesh["pp"].rank
@@ -108,7 +107,7 @@ def hand_off(group: Group, shape: dict[str, int]) -> float:
 
 
 def by_hand(group: Group, page: Page) -> None:
-    """The plain loop on every mesh of so many ranks."""
+    """Run the plain loop on every mesh of `group.size` ranks."""
     rows = []
     for shape in lab.shapes(group.size):
         apart = hand_off(group, shape)
@@ -131,7 +130,7 @@ def by_hand(group: Group, page: Page) -> None:
 
 
 def mesh_table(group: Group, page: Page) -> None:
-    """Each rank's coordinates and groups, as a real mesh makes them."""
+    """Show each rank's coordinates and groups, as a real mesh makes them."""
     shape = lab.cube(group.size)
     mesh = md.Mesh(group, **shape)
     axes = [axis for axis in shape if shape[axis] > 1]
@@ -163,8 +162,8 @@ def mesh_table(group: Group, page: Page) -> None:
 
 
 def two_groups(group: Group, page: Page) -> None:
-    """N0:447 and N0:466: four GPUs, two groups that each have the whole model; recorded on the
-    first four ranks."""
+    """Show N0:447 and N0:466 on the first four ranks: four GPUs, two groups that each have the
+    whole model."""
     if group.size < 4:
         page.say(
             f"{group.size} ranks are no two groups of two: the notes' tables (N0:447, 466) need "
@@ -216,14 +215,14 @@ def two_groups(group: Group, page: Page) -> None:
 
 
 def everyones(group: Group, ranks: tuple[int, ...]) -> list[list[int]]:
-    """What each rank passes."""
+    """Return the ranks that each rank passes."""
     with group.ledger.control():
         gathered = group.all_gather(np.array([ranks]))
     return [[int(rank) for rank in row] for row in gathered]
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """ "0 4", or of many the first and the last."""
+    """Return ranks as text, "0 4"; of five or more only the first and the last."""
     return " ".join(map(str, ranks)) if len(ranks) < 5 else f"{ranks[0]} … {ranks[-1]}"
 
 
@@ -231,7 +230,8 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def equal(group: Group, page: Page) -> list[tuple[md.Plan, dict[str, Any]]]:
-    """Every mesh, and some with the context cut too, or with ZeRO."""
+    """Train with every mesh, and some with the context cut too, or with ZeRO; compare with one
+    process."""
     alone = md.run(lab.train, md.Plan(), size=1)[0] if group.rank == 0 else None
     rows = []
     results = []
@@ -259,8 +259,8 @@ def equal(group: Group, page: Page) -> list[tuple[md.Plan, dict[str, Any]]]:
 
 
 def traffic(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
-    """The ledger by axis beside the formulas; with ZeRO-3 the data axis has lesson 16's, which is
-    left out."""
+    """Compare the ledger by axis with the formulas; ZeRO-3's data axis, as in lesson 16, is left
+    out."""
     rows = []
     axes = [axis for axis in lab.AXES if axis != "ep"]
     for plan, result in results:
@@ -288,8 +288,8 @@ def traffic(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
 
 
 def experts(group: Group, page: Page) -> None:
-    """A mixture in place of the MLPs (lesson 18), its experts divided: equal to one process, and
-    the ledger by axis."""
+    """Divide the experts of a mixture in place of the MLPs (lesson 18): compare with one process,
+    show the ledger by axis."""
     plans = list(lab.expert_plans(group.size))
     if not plans:
         page.say(f"{group.size} ranks are no two halves: the axis ep has nothing to show")
@@ -332,7 +332,7 @@ def experts(group: Group, page: Page) -> None:
 
 
 def innermost(group: Group, page: Page) -> None:
-    """What crosses from node to node, by the order of the axes: nodes of two ranks, and two
+    """Show what goes from node to node, by the order of the axes: nodes of two ranks, and two
     nodes."""
     shape = lab.cube(group.size)
     if group.size % 2:
@@ -367,7 +367,7 @@ def innermost(group: Group, page: Page) -> None:
 
 
 def norms(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
-    """Each number once, beside two ways of counting that are wrong."""
+    """Compare the norm that counts each number once with two wrong ways of counting."""
     found = [(plan, result["norms"]) for plan, result in results if result["norms"]]
     if not found:
         return
@@ -393,7 +393,7 @@ def norms(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
 
 
 def efficiency(group: Group, results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
-    """N1 §2's two columns, measured: what a rank holds; how often and how long it waits."""
+    """Show N1 §2's two columns, measured: what a rank holds; how often and how long it waits."""
     rows = []
     tokens = lab.SEQUENCES * lab.CONFIG.context
     for plan, result in results:
@@ -434,7 +434,7 @@ def efficiency(group: Group, results: list[tuple[md.Plan, dict[str, Any]]], page
 
 
 def notes_example(page: Page) -> None:
-    """N2:293: 1,024 GPUs as dp=64, tp=8, pp=2, a model of 10^12 parameters."""
+    """Show N2:293: 1,024 GPUs as dp=64, tp=8, pp=2, and a model of 10^12 parameters."""
     rows = []
     for zero in range(4):
         held = state_bytes(int(1e12) // 16, MIXED, zero=zero, ranks=64)

@@ -24,25 +24,25 @@ class Naps:
         self.x = np.zeros(numbers)
 
     def skips(self, microbatch: int) -> bool:
-        """None is empty."""
+        """Return False: no microbatch is empty."""
         return False
 
     def room(self, receive: Any) -> None:
-        """A new array."""
+        """Return None: let the executor make a new array."""
         return
 
     def forward(self, stage: int, microbatch: int, x: Any) -> Any:
-        """Two layers."""
+        """Sleep as long as two layers' forward."""
         self._layers(self.unit)
         return None if stage == self.last else self.x
 
     def backward(self, stage: int, microbatch: int, dy: Any, *, whole: bool) -> Any:
-        """Twice as long."""
+        """Sleep twice as long as in forward."""
         self._layers(2 * self.unit)
         return None if stage == 0 else self.x
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
-        """Nothing was put off."""
+        """Do nothing: no weights' part was put off."""
 
     def _layers(self, seconds: float) -> None:
         for _ in range(2):
@@ -53,7 +53,7 @@ class Naps:
 def napped(
     mesh: Any, timeline: Timeline, *, microbatches: int, unit: float, numbers: int, gradients: int
 ) -> None:
-    """Some steps: the pipeline's list with tensor shards that talk inside it, then gradients over
+    """Run some steps: the pipeline's list, in which tensor shards communicate, then gradients over
     dp."""
     executor = Executor(
         make_schedule("1f1b", mesh["pp"].size, microbatches), mesh["pp"], recorder=timeline

@@ -17,19 +17,20 @@ from minidist.grading import hole
 
 
 def choose(chances, k):
-    """The experts of each token: (N, E) probabilities -> (N, k) integers, the likeliest first."""
+    """Return the experts of each token: (N, E) probabilities -> (N, k) integers, the likeliest
+    first."""
     return hole(1, "the k likeliest of each row, the likeliest first (np.argsort)", chances, k)
 
 
 def places(capacity, k, tokens, experts):
-    """How many of a sequence's tokens an expert takes: `capacity` times its even share of the
-    choices, rounded up."""
+    """Return how many of a sequence's tokens an expert takes: `capacity` times its even share of
+    the choices, rounded up."""
     return math.ceil(hole(2, "capacity times the even share", capacity, k, tokens, experts))
 
 
 def keep(chosen, room, experts):
-    """Which choices of one sequence are taken: (T, k) integers -> (T, k) bools. Earlier tokens come
-    first."""
+    """Return which choices of one sequence are taken: (T, k) integers -> (T, k) bools. Earlier
+    tokens have priority."""
     taken = [0] * experts
     kept = np.zeros(chosen.shape, bool)
     for token in range(len(chosen)):
@@ -42,31 +43,32 @@ def keep(chosen, room, experts):
 
 
 def plain_experts(x, chosen, weight, my_expert, group):
-    """One expert a rank, one expert a token: rows x (N, h), chosen (N,), weight (N,) -> (N, h).
+    """Run one expert per rank, one expert per token: rows x (N, h), chosen (N,), weight (N,) -> (N,
+    h).
 
-    my_expert(rows) computes this rank's.
+    my_expert(rows) computes this rank's expert.
     """
     order = hole(4, "the positions of x's rows, sorted by expert (section 1)", chosen)
     ends = np.cumsum(np.bincount(chosen, minlength=group.size))
     came = group.all_to_all(hole(5, "a list: the rows for each rank (section 1)", x[order], ends))
     results = my_expert(np.concatenate(came))
     ends = np.cumsum([len(rows) for rows in came])
-    back = group.all_to_all(np.split(results, ends[:-1]))  # and come home
+    back = group.all_to_all(np.split(results, ends[:-1]))  # and return
     y = np.empty_like(x)
-    hole(6, "put the rows that came back where their tokens stand in y (section 1)", y, order, back)
+    hole(6, "put the rows that returned at their tokens' places in y (section 1)", y, order, back)
     return weight[:, None] * y
 
 
 def balance_loss(chosen, chances):
-    """E Σ_e f_e p_e of one sequence: 1 if all is even. chosen (T, k), chances (T, E)."""
+    """Return E Σ_e f_e p_e of one sequence: 1 if all is even. chosen (T, k), chances (T, E)."""
     tokens, experts = chances.shape
     f = np.bincount(chosen.reshape(-1), minlength=experts) / chosen.size
     return hole(7, "from f, the experts' shares of the choices, and the mean chances", f, chances)
 
 
 def move_biases(bias, load, rate):
-    """The biases after a step: (E,) numbers, (E,) tokens that chose each expert in the whole
-    batch."""
+    """Return the biases after a step: bias (E,); load (E,) is how many tokens of the whole batch
+    chose each expert."""
     return bias + hole(
         8, "rate up for an expert with less than the mean, rate down for one with more", load, rate
     )

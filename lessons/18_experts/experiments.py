@@ -1,4 +1,5 @@
-"""What lesson 18 and its figure run: a small mixture, tokens (some are common), and training."""
+"""Run what lesson 18 and its figure share: a small mixture, tokens (some are common), and
+training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ BALANCES = {"none": "no balancing", "loss": "balance loss", "bias": "biases"}
 
 
 def moe_config(balance: str = "loss", **changes: Any) -> MixtureConfig:
-    """Eight experts, two a token; biases move fast enough for a short run."""
+    """Return a mixture of eight experts, two per token; its biases move fast enough for a short
+    run."""
     return MixtureConfig(
         **{
             "experts": EXPERTS,
@@ -40,8 +42,8 @@ def moe_config(balance: str = "loss", **changes: Any) -> MixtureConfig:
 
 
 def global_batch(step: int, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, targets), by step alone: small ids are common, and the next id mostly follows from
-    the last."""
+    """Return (inputs, targets), by step only: small ids are common, and the next id mostly follows
+    from the last."""
     count = sequences * (CONFIG.context + 1)
     chance = (
         random_bits(f"lesson 18, step {step}", 0, range(2 * count)).astype(np.float64) / 2.0**64
@@ -135,12 +137,12 @@ def train(
 
 @dataclass
 class OnNodes:
-    """What experts on several nodes sent and learned. All but the losses are of all ranks together,
-    a step.
+    """Results of experts on several nodes; all but the losses are per step and of
+    all ranks together.
 
-    Attributes: far: bytes that experts' rows and gradients took between nodes; formula: the same by
-    formula.
-                tokens: rows of a token, or copies, that left their node, a token and layer.
+    Attributes: far: bytes of experts' rows and gradients that went between nodes; formula: the same by
+                formula.
+                tokens: rows of a token, or copies, that left their node, per token and layer.
                 order: the placement that the choices suggest (MixtureConfig.placement), None on one
                 node.
     """
@@ -153,17 +155,16 @@ class OnNodes:
 
 
 def two_texts(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """A batch of two texts with ids of their own: the first half of the sequences, and so of the
-    ranks, has the even ones.
-    """
+    """Return a batch of two texts with different ids: the first half of the sequences, and so of
+    the ranks, has the even ids."""
     inputs, targets = global_batch(step)
     second = np.arange(SEQUENCES)[:, None] >= SEQUENCES // 2
     return tuple(np.asarray(ids // 2 * 2 + second) for ids in (inputs, targets))  # type: ignore[return-value]
 
 
 def experts_on_nodes(ranks: int, top_k: int) -> int:
-    """Return the number of experts, EXPERTS or a multiple, of which each half of the ranks holds at
-    least `top_k`."""
+    """Return the number of experts, EXPERTS or a multiple, such that each half of the ranks holds
+    at least `top_k`."""
     experts = EXPERTS
     while True:
         own = [len(part) for part in np.array_split(np.arange(experts), ranks)]
@@ -175,7 +176,7 @@ def experts_on_nodes(ranks: int, top_k: int) -> int:
 def train_on_nodes(
     group: Group, config: MixtureConfig, steps: int, *, once_a_node: bool = True
 ) -> OnNodes:
-    """Train on two texts, on ranks of which the second half count as another node."""
+    """Train on two texts; the second half of the ranks counts as another node."""
     nodes = group.nodes
     group.nodes = tuple(2 * rank // group.size for rank in range(group.size))
     trained = divided(group, config, once_a_node=once_a_node)
@@ -205,7 +206,7 @@ def train_on_nodes(
 
 
 def _far(group: Group, nodes: Sequence[int]) -> int:
-    """Bytes that this rank has sent to ranks of other nodes for experts."""
+    """Return the bytes that this rank has sent to ranks of other nodes for experts."""
     return sum(
         axes.get("ep", 0)
         for rank, axes in group.ledger.sent_to().items()
@@ -222,7 +223,7 @@ def tip(model: GPT) -> None:
 
 
 def sent_by_verb(group: Group) -> dict[str, dict[str, int]]:
-    """Bytes this rank has sent so far, by axis and verb."""
+    """Return the bytes that this rank has sent so far, by axis and verb."""
     counted: dict[str, dict[str, int]] = {}
     for row in group.ledger.rows():
         verbs = counted.setdefault(row["axis"], {})
@@ -231,12 +232,12 @@ def sent_by_verb(group: Group) -> dict[str, dict[str, int]]:
 
 
 def shares(loads: np.ndarray) -> np.ndarray:
-    """Each expert's share of the first layer's choices, by step: (steps, experts)."""
+    """Return each expert's share of the first layer's choices, by step: (steps, experts)."""
     chosen = loads[:, 0, 0].astype(float)
     return np.asarray(chosen / chosen.sum(axis=1, keepdims=True))
 
 
 def summed(group: Group, values: Any) -> np.ndarray:
-    """The sum over the ranks, not counted as training."""
+    """Return the sum over the ranks, not counted as training."""
     with group.ledger.control():
         return np.asarray(group.all_reduce(np.array(values)))

@@ -1,5 +1,5 @@
-"""The figure of lesson 18: which token goes to which expert; loads over steps, three ways; traffic
-beside formula.
+"""Draw the figure of lesson 18: which token goes to which expert; loads by step; traffic and
+formula.
 
 python lessons/18_experts/figure.py [--out DIR]
 """
@@ -22,8 +22,8 @@ STEPS = 60
 
 
 def record(group: Group) -> dict[str, Any]:
-    """The first step's routing with a capacity, loads of three long runs, and what the first
-    sent."""
+    """Return the first step's routing with a capacity, the loads of three long runs, and what the
+    first sent."""
     first = lab.train(group, lab.moe_config(capacity=1.0), 1)
     routing = first.load.layers[0].routing
     with group.ledger.control():
@@ -61,7 +61,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """Draw figure.png from what was recorded."""
     figure = look.new_figure(
         14,
         8.2,
@@ -83,7 +83,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _matrix(ax: Any, recorded: dict[str, Any]) -> None:
-    """A mark for each token and expert that chose each other; hollow where the sequence's places
+    """Draw a mark for each token and each expert it chose; an empty one where the sequence's places
     were full."""
     look.quiet(ax)
     homes = np.repeat(np.arange(RANKS), recorded["tokens"])
@@ -130,7 +130,7 @@ def _matrix(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 def _loads(ax: Any, recorded: dict[str, Any], name: str, *, first: bool) -> None:
-    """Shares of the experts over the steps, stacked."""
+    """Draw the experts' shares over the steps, stacked."""
     shares = recorded["shares"][name]
     ax.stackplot(
         np.arange(1, len(shares) + 1),
@@ -149,7 +149,7 @@ def _loads(ax: Any, recorded: dict[str, Any], name: str, *, first: bool) -> None
 
 
 def _traffic(ax: Any, recorded: dict[str, Any]) -> None:
-    """Measured bytes as bars, the formulas as lines."""
+    """Draw measured bytes as bars, the formulas as lines."""
     look.quiet(ax)
     sent = np.array(recorded["sent"]) / 1024
     formula = np.array(recorded["formula"]) / 1024

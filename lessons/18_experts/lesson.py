@@ -1,8 +1,7 @@
-"""Lesson 18: mixture of experts: where tokens go, balanced or not; equal weights; traffic and
-memory beside formulas.
+"""Lesson 18: mixture of experts: where tokens go, balance, equal weights, traffic and memory.
 
 mpirun -n 4 python lessons/18_experts/lesson.py
-python lessons/18_experts/lesson.py                       # alone: four ranks as threads
+python lessons/18_experts/lesson.py                       # no launcher: four threads
 python lessons/18_experts/lesson.py --break no-balance    # see README.md, section 6
 """
 
@@ -35,7 +34,7 @@ ITEM = 8
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank."""
+    """Run the lesson on every rank."""
     page.heading("1  The same as one process")
     equal(group, page)
     page.heading("2  Which token goes where")
@@ -55,7 +54,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def plain_loop(group: Group) -> float:
-    """How far the plain loop's rows are from those of one process."""
+    """Return the largest difference between the plain loop's rows and one process's."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(40, 16))
     weight = rng.random(40)
@@ -72,7 +71,7 @@ def plain_loop(group: Group) -> float:
 
 
 def alone(config: Any) -> dict[str, np.ndarray]:
-    """The weights of one process."""
+    """Return the weights that one process trains."""
     model = mixture(GPT(lab.CONFIG), config)
     model.initialize(lab.SEED)
     state = {"step": 0}
@@ -91,7 +90,8 @@ def alone(config: Any) -> dict[str, np.ndarray]:
 
 
 def equal(group: Group, page: Page) -> None:
-    """The plain loop's rows, then weights after some steps of each kind of routing."""
+    """Compare with one process: the plain loop's rows, then weights after some steps of each kind
+    of routing."""
     rows = [["plain loop", "one forward", f"{plain_loop(group):.0e}"]]
     kinds: dict[str, dict[str, Any]] = {
         "dropless, balance loss": {},
@@ -119,7 +119,7 @@ def equal(group: Group, page: Page) -> None:
 
 
 def matrix(group: Group, page: Page) -> None:
-    """Rows from each rank to each expert, of the first step."""
+    """Show the rows from each rank to each expert in the first step."""
     run = lab.train(group, lab.moe_config(), 1)
     layer = run.load.layers[0]
     mine = np.bincount(layer.routing.chosen.reshape(-1), minlength=lab.EXPERTS)
@@ -139,11 +139,11 @@ def matrix(group: Group, page: Page) -> None:
 
 
 def balance(group: Group, page: Page) -> None:
-    """The share of the busiest expert and of the idlest, from a start where all tokens like the
-    same two.
+    """Show the share of the busiest and of the idlest expert, from a start where all tokens prefer
+    the same two.
 
-    The model is the same on any number of ranks; so each of the three runs is made by one rank,
-    side by side.
+    The model is the same on any number of ranks; so each of the three runs is made by one rank, at
+    the same time as the others.
     """
     rows = []
     alone = group.split(group.rank)
@@ -182,7 +182,7 @@ def balance(group: Group, page: Page) -> None:
 
 
 def traffic(group: Group, page: Page) -> None:
-    """Bytes by verb over all ranks, beside the formulas."""
+    """Compare the bytes by verb over all ranks with the formulas."""
     run = lab.train(group, lab.moe_config(capacity=1.0), STEPS)
 
     def measured(axis: str, verb: str) -> int:
@@ -226,7 +226,7 @@ def traffic(group: Group, page: Page) -> None:
 
 
 def memory(group: Group, page: Page) -> None:
-    """Numbers of a rank's weights, beside those of the whole model."""
+    """Compare the number of a rank's weights with the whole model's."""
     model = lab.train(group, lab.moe_config(), 1).strategy.model
     own = sum(p.size for p in model.parameters() if isinstance(p, WeightShard))
     whole = sum(int(np.prod(p.whole)) for p in model.parameters() if isinstance(p, WeightShard))
@@ -245,10 +245,10 @@ def memory(group: Group, page: Page) -> None:
 
 
 def two_nodes(group: Group, page: Page) -> None:
-    """Bytes between nodes and the loss: every row for itself, once a node, placed by choices,
-    limited to one node.
+    """Compare bytes between nodes and the loss: each row sent separately, once per node, placed by
+    choices, limited to one node.
 
-    Half of the ranks count as another node, and the sequences of the two halves are of two texts.
+    Half of the ranks count as another node; the two halves have sequences of two texts.
     """
     experts = lab.experts_on_nodes(group.size, top_k=4)
     config = lab.moe_config("bias", experts=experts, top_k=4, bias_rate=0.01)
@@ -287,8 +287,8 @@ def two_nodes(group: Group, page: Page) -> None:
 
 
 def no_capacity() -> None:
-    """A hot expert: with capacity its rank computes no more than its places; without, whatever
-    comes."""
+    """Compare a popular expert with capacity and without: its rank computes at most its places, or
+    everything that arrives."""
 
     def busiest(group: Group, capacity: float | None) -> tuple[int, int]:
         run = lab.train(group, lab.moe_config("none", capacity=capacity), 1, lopsided=True)
@@ -309,7 +309,7 @@ def no_capacity() -> None:
 
 
 def no_balance() -> None:
-    """An expert that starts with all tokens keeps them."""
+    """Train without balance: an expert that starts with all tokens keeps them."""
     for name in ("none", "loss"):
         run = md.run(
             lambda group, name=name: lab.train(group, lab.moe_config(name), LONG, lopsided=True),
@@ -325,7 +325,7 @@ def no_balance() -> None:
 
 
 def counts_forgotten() -> None:
-    """The receiver guesses how many of the rows are for which expert: as many for each."""
+    """Let the receiver guess how many of the rows are for each expert: equally many."""
     right = SplitExperts._exchange_counts
 
     def guess(self: SplitExperts, counts: Any) -> np.ndarray:
@@ -349,7 +349,7 @@ def counts_forgotten() -> None:
 
 
 def local_noise() -> None:
-    """Noise by the token's number on its rank: another model for every number of ranks."""
+    """Draw noise by the token's number on its rank: every number of ranks trains another model."""
 
     def train(group: Group, local: bool) -> dict[str, np.ndarray]:
         key = (

@@ -1,4 +1,4 @@
-"""What goes wrong without: the experiments of section 9, each a mistake and what comes of it."""
+"""Run the experiments of section 9: each makes one mistake and shows its result."""
 
 import itertools
 from pathlib import Path
@@ -24,7 +24,7 @@ lab, kept = (
 
 
 def fresh_dropout() -> None:
-    """Random numbers from a generator that goes on, not from a key: the second forward drops other
+    """Take random numbers from a generator's state, not from a key: the second forward drops other
     places."""
     generator = np.random.default_rng(0)
 
@@ -42,7 +42,7 @@ def fresh_dropout() -> None:
 
 
 def changed_input() -> None:
-    """What was given to the function is overwritten before backward."""
+    """Overwrite the function's input before backward."""
     weight = Parameter(np.ones((3, 3)), name="weight")
     x = tensor(np.ones((2, 3)))
     y = recompute(lambda h: ops.linear(h, weight), x)
@@ -55,7 +55,7 @@ def changed_input() -> None:
 
 
 def other_weights() -> None:
-    """A function that remembers that it ran already."""
+    """Recompute a function that remembers that it ran already."""
     first = Parameter(np.ones(3), name="first")
     second = Parameter(np.ones(3), name="second")
     calls = itertools.count()
@@ -67,7 +67,7 @@ def other_weights() -> None:
 
 
 def one_stretch() -> None:
-    """The whole stack as one stretch: it comes back all at once."""
+    """Recompute the whole stack as one segment: all its activations are back in memory at once."""
     for name, modules in (
         ("each block", lambda model: model.blocks),
         ("the whole model", lambda model: [model]),
@@ -85,8 +85,8 @@ def one_stretch() -> None:
 
 
 def round_to_nearest() -> None:
-    """8 bits without chance: the same number is rounded the same way each time, so its error never
-    cancels."""
+    """Round to 8 bits without chance: a number is rounded the same way each time, so its error
+    never cancels."""
     for name, keeper in (
         ("by chance", InputKeeper(["8bit"])),
         ("to nearest", kept.Nearest(["8bit"])),

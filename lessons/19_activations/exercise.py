@@ -1,9 +1,9 @@
-"""Exercise 19: a stack of blocks that keeps their inputs alone, what a stack in segments needs, and
+"""Exercise 19: a stack of blocks that keeps only their inputs, what a stack in segments needs, and
 8 bits.
 
 Copy this file (`minidist lesson 19 --copy DIR`), replace each `hole(...)` by your own code, and
-grade it: `minidist check 19 DIR/exercise_19.py`. A block may be a segment of several layers: its
-input alone is kept.
+grade it: `minidist check 19 DIR/exercise_19.py`. A block may be a segment of several layers: only
+its input is kept.
 """
 
 import numpy as np
@@ -13,27 +13,28 @@ from minidist.grading import hole
 
 
 def peak(layers, size, x, a):
-    """Bytes at the peak of backward: kept inputs, x bytes each, and the insides of one segment, a
-    bytes a block.
+    """Return the bytes at the peak of backward: kept inputs, x bytes each, and the insides of one
+    segment, a bytes per block.
 
-    `size` divides `layers`. The segment that is made again needs its own input too, but a counts
-    that.
+    `size` divides `layers`. The segment that is recomputed needs its own input too, but a includes
+    it.
     """
     segments = layers // size
     return hole(1, "the kept inputs of the other segments, and one segment made again", segments)
 
 
 def best_size(layers, x, a):
-    """Which segment size, among those that divide `layers`, has the lowest peak."""
+    """Return the segment size with the lowest peak, among those that divide `layers`."""
     sizes = [size for size in range(1, layers + 1) if layers % size == 0]
     return hole(2, "the size with the lowest peak (ask your own function)", sizes)
 
 
 def plain_recompute(blocks, x, dy):
-    """Forward and backward through blocks that keep their inputs alone; returns the gradient of x.
+    """Run forward and backward through blocks that keep only their inputs; return the gradient of
+    x.
 
-    Args:    blocks: functions of one Tensor; x: a Tensor; dy: the gradient of what comes out, an
-             array.
+    Args:    blocks: functions of one Tensor; x: a Tensor; dy: the gradient of the last block's output,
+             an array.
     """
     kept = []
     with hole(3, "how is forward run, so that nothing stays on the tape? (section 1)"):
@@ -52,8 +53,8 @@ def plain_recompute(blocks, x, dy):
 
 
 def codes_of(x, chance):
-    """Codes of one byte and the scale of a group of numbers, as in section 5: code × scale is x on
-    average.
+    """Return one-byte codes and the scale of a group of numbers, as in section 5: code × scale is x
+    on average.
 
     Args:    chance: uniform in [0, 1), one for each number.
     """

@@ -1,5 +1,5 @@
-"""What lesson 19, its figure and its break-its run: a small model that keeps its activations in one
-of three ways."""
+"""Run what lesson 19, its figure and its break-its share: a small model that keeps activations in
+three ways."""
 
 import time
 from dataclasses import replace
@@ -31,7 +31,7 @@ def model_of(config: GPTConfig, which: str) -> GPT:
 
 
 def held(config: GPTConfig, which: str, batch: int = BATCH) -> int:
-    """Activation bytes alive at the end of forward."""
+    """Return the activation bytes alive at the end of forward."""
     with account.use(account.MemoryAccount()) as memory:
         loss = model_of(config, which).loss(*batch_of(config, batch))
         alive = memory.now["activations"]
@@ -40,20 +40,20 @@ def held(config: GPTConfig, which: str, batch: int = BATCH) -> int:
 
 
 def inside(config: GPTConfig, batch: int = BATCH) -> dict[str, int]:
-    """Bytes that one block keeps, by way: what a block more adds."""
+    """Return the bytes that one block keeps, by way: what one more block adds."""
     more = replace(config, layers=config.layers + 1)
     return {which: held(more, which, batch) - held(config, which, batch) for which in WAYS}
 
 
 def peak(config: GPTConfig, which: str) -> int:
-    """The most activation bytes at any time of forward and backward."""
+    """Return the largest number of activation bytes at any time of forward and backward."""
     with account.use(account.MemoryAccount()) as memory:
         model_of(config, which).loss(*batch_of(config)).backward()
         return memory.peak["activations"]
 
 
 def record(group: Group) -> dict[str, Any]:
-    """One step's curve by way, the quickest of several; and the peaks for k blocks."""
+    """Return one step's curve by way, the quickest of several, and the peaks for k blocks."""
     curves = {
         which: min((one_step(which) for _ in range(7)), key=lambda curve: curve["moments"][-1][0])
         for which in WAYS
@@ -70,8 +70,8 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def one_step(which: str) -> dict[str, Any]:
-    """{"moments": (seconds, activation bytes) at every module and gradient of a step, "turn": when
-    forward ended}."""
+    """Return {"moments": (seconds, activation bytes) at every module and gradient of a step,
+    "turn": when forward ended}."""
     with account.use(account.MemoryAccount()) as memory:
         model = model_of(CONFIG, which)
         batch = batch_of(CONFIG)

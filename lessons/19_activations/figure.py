@@ -30,8 +30,8 @@ KEPT = ("whole", "8bit", "shard", "8bit,shard", "offload")
 
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0: one step's account, then bytes of an input on all ranks of tp, and what rounding
-    and pooling lose."""
+    """Return on rank 0 one step's account, the bytes of an input on all ranks of tp, and what
+    rounding and pooling lose."""
     alone = lab.record(group) if group.rank == 0 else {}
     group.barrier()
     steps = [kept.step_with(group, way, group.size) for way in KEPT]
@@ -46,7 +46,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png and kept.png from what was recorded."""
+    """Draw figure.png and kept.png from what was recorded."""
     draw_kept(recorded, folder)
     config = lab.CONFIG
     figure = look.new_figure(
@@ -62,7 +62,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _curves(ax: Any, curves: dict[str, Any]) -> None:
-    """Bytes alive over the step; a dot where forward ends."""
+    """Draw the bytes alive over the step; a dot where forward ends."""
     look.quiet(ax, grid="y")
     for which, curve in curves.items():
         seconds, alive = np.array(curve["moments"]).T
@@ -84,7 +84,7 @@ def _curves(ax: Any, curves: dict[str, Any]) -> None:
 
 
 def _peaks(ax: Any, recorded: dict[str, Any]) -> None:
-    """Measured peaks as bars, the formula as marks."""
+    """Draw measured peaks as bars, the formula as marks."""
     look.quiet(ax, grid="y")
     peaks = np.array(recorded["peaks"]) / MIB
     blocks = np.arange(len(peaks))
@@ -108,7 +108,8 @@ def _peaks(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 def draw_kept(recorded: dict[str, Any], folder: Path) -> None:
-    """kept.png: bytes of an input, the error of 8 bits over draws, what compression finds."""
+    """Draw kept.png: the bytes of an input, the error of 8 bits over draws, what compression
+    finds."""
     figure = look.new_figure(
         13.5,
         4.6,
@@ -123,7 +124,7 @@ def draw_kept(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _bytes(ax: Any, steps: list[dict[str, Any]]) -> None:
-    """On the device as bars, on the host as outlines."""
+    """Draw bytes on the device as bars, on the host as outlines."""
     look.quiet(ax, grid="y")
     for place, step in enumerate(steps):
         host = step["moved"] > 0
@@ -152,7 +153,7 @@ def _bytes(ax: Any, steps: list[dict[str, Any]]) -> None:
 
 
 def _errors(ax: Any, recorded: dict[str, Any]) -> None:
-    """Against the number of draws, both axes logarithmic."""
+    """Draw errors against the number of draws, with both axes logarithmic."""
     look.quiet(ax, grid="y")
     draws = np.array(kept.DRAWS)
     chance = 100 * np.array(recorded["chance"])
@@ -182,7 +183,7 @@ def _errors(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 def _found(ax: Any, found: list[float]) -> None:
-    """The found part of the value by ratio, and the formula."""
+    """Draw the found part of the value by ratio, and the formula."""
     look.quiet(ax, grid="y")
     places = np.arange(len(found))
     ax.bar(places, found, width=0.65, color=COLOURS["all"], label="measured")

@@ -36,8 +36,8 @@ SMALL = replace(lab.CONFIG, layers=3, width=32, context=16)
 
 
 def step_with(group: Group, kept: str, tp: int) -> dict[str, Any]:
-    """Two steps on the ranks of tp: what a block's input took on a rank, what was sent for it, and
-    the weights."""
+    """Return, after two steps on the ranks of tp, what a block's input took on a rank, what was
+    sent for it, and the weights."""
     config = replace(lab.CONFIG, layers=2)
     before = group.ledger.sent_bytes("step").get("tp", {}).get("all_gather", 0)
     trainer = Trainer(
@@ -78,7 +78,7 @@ def shared_bytes(numbers: int, ways: Sequence[str], tp: int) -> tuple[int, int]:
 
 
 def inputs_left(group: Group, page: Page) -> None:
-    """One block's input on rank 0, by way; with up to 4 ranks on the axis tp, so that shard has
+    """Show one block's input on rank 0, by way; up to 4 ranks are on the axis tp, so that shard has
     ranks to share with."""
     tp = group.size if 1 < group.size <= lab.CONFIG.heads else 1
     kinds = [
@@ -128,7 +128,7 @@ class Nearest(InputKeeper):
 
 
 def gradient(keeper: Any, seed: int = 0) -> np.ndarray:
-    """All gradients of one batch as one vector; `seed`: of the chances."""
+    """Return all gradients of one batch as one vector; `seed` is that of the random rounding."""
     model: GPT = lab.model_of(SMALL, "none")
     checkpoint_blocks(model, "all", keeper)
     model.loss(
@@ -138,7 +138,7 @@ def gradient(keeper: Any, seed: int = 0) -> np.ndarray:
 
 
 def errors(keeper: InputKeeper) -> list[float]:
-    """The error of the mean gradient of the first 1, 4, 16, … draws, relative to the exact
+    """Return the error of the mean gradient of the first 1, 4, 16, … draws, relative to the exact
     gradient's length."""
     exact = gradient(None)
     total = np.zeros_like(exact, np.float64)
@@ -152,7 +152,7 @@ def errors(keeper: InputKeeper) -> list[float]:
 
 
 def rounding(page: Page) -> None:
-    """By chance and to nearest, over draws."""
+    """Compare rounding by chance with rounding to nearest, over draws."""
     chance = errors(InputKeeper(["8bit"]))
     nearest = errors(Nearest(["8bit"]))
     page.table(
@@ -171,7 +171,7 @@ def rounding(page: Page) -> None:
 
 
 def with_budget(alone: Group, memory: int | None, which: str = "none") -> tuple[int, Any]:
-    """The peak of activations of a few steps, and what was chosen."""
+    """Return the peak of activations of a few steps, and what was chosen."""
     trainer = Trainer(Plan(activation_memory=memory, checkpoint_blocks=which), lab.CONFIG, alone)
     trainer.account.reset_peak()  # of trainers before this one
     for _ in range(MEASURED + 1):
@@ -183,7 +183,8 @@ def with_budget(alone: Group, memory: int | None, which: str = "none") -> tuple[
 
 
 def budgets(alone: Group) -> Iterator[tuple[int, int, list[str]]]:
-    """(budget, peak, choice) for budgets from the floor to where everything fits."""
+    """Yield (budget, peak, choice) for budgets from the least possible to one where everything
+    fits."""
     floor = with_budget(alone, None, "all")[0]
     most = with_budget(alone, None)[0]
     for part in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -193,7 +194,7 @@ def budgets(alone: Group) -> Iterator[tuple[int, int, list[str]]]:
 
 
 def budget(alone: Group, page: Page) -> None:
-    """What the knapsack made of five budgets."""
+    """Show what the knapsack chose for five budgets."""
     rows = [
         [
             size_text(memory),
@@ -215,7 +216,8 @@ def budget(alone: Group, page: Page) -> None:
 
 
 def found_by_query(ratio: int) -> float:
-    """How much of one old token's value the last query gets, that looks for just this token."""
+    """Return how much of one old token's value the last query gets when it looks for exactly this
+    token."""
     key, value = np.zeros((2, 1, 1, TOKENS, 1))
     key[0, 0, 3] = value[0, 0, 3] = 1.0
     query = np.full((1, 1, TOKENS, 1), STRENGTH)
@@ -229,14 +231,14 @@ def found_by_query(ratio: int) -> float:
 
 
 def by_formula(ratio: int) -> float:
-    """The same: the score of the token's group is the mean of its scores, its value the mean of its
+    """Return the same by formula: the token's group has the mean of its scores and the mean of its
     values."""
     weight = ratio * np.exp(STRENGTH / ratio)
     return float(weight / (weight + TOKENS - ratio) / ratio)
 
 
 def compression(page: Page) -> None:
-    """One token among 64 by ratio."""
+    """Show by ratio how much is found of one token among 64."""
     rows: list[Sequence[Any]] = []
     for ratio in RATIOS:
         found = found_by_query(ratio)

@@ -33,7 +33,7 @@ FLOAT32 = 4
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson: sections 5 and 8 on all ranks together, the others on rank 0 alone."""
+    """Run the lesson: sections 5 and 8 on all ranks together, the others only on rank 0."""
     if group.rank == 0:
         page.heading("1  The same gradients, to the bit")
         same_gradients(page)
@@ -57,7 +57,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def gradients(config: GPTConfig, which: str) -> dict[str, np.ndarray]:
-    """Every weight's gradient of one batch."""
+    """Return every weight's gradient of one batch."""
     model = lab.model_of(config, which)
     key = DropoutKey.of_sequences(0, 0, 0, lab.BATCH, config.context)
     model.loss(*lab.batch_of(config), key=key).backward()
@@ -65,7 +65,7 @@ def gradients(config: GPTConfig, which: str) -> dict[str, np.ndarray]:
 
 
 def same_gradients(page: Page) -> None:
-    """Three ways and the plain loop, with dropout on."""
+    """Compare three ways and the plain loop, with dropout on."""
     config = replace(lab.CONFIG, dropout=0.1)
     plain = gradients(config, "none")
     rows = []
@@ -106,18 +106,18 @@ def same_gradients(page: Page) -> None:
 
 
 def input_bytes(config: GPTConfig, batch: int = lab.BATCH) -> int:
-    """Bytes of a block's input: batch × context × width numbers."""
+    """Return the bytes of a block's input: batch × context × width numbers."""
     return FLOAT32 * batch * config.context * config.width
 
 
 def score_bytes(config: GPTConfig, batch: int = lab.BATCH) -> int:
-    """Bytes of a block's probabilities in a context of up to 64: batch × heads × context²
-    numbers."""
+    """Return the bytes of a block's probabilities in a context of up to 64: batch × heads ×
+    context² numbers."""
     return FLOAT32 * batch * config.heads * config.context**2
 
 
 def kept_at_the_end(page: Page) -> None:
-    """One block, by way, for several shapes."""
+    """Show what one block keeps, by way, for several shapes."""
     rows = []
     for config in (lab.CONFIG, replace(lab.CONFIG, width=128), replace(lab.CONFIG, context=32)):
         each = lab.inside(replace(config, layers=2))
@@ -142,7 +142,7 @@ def kept_at_the_end(page: Page) -> None:
 
 
 def peaks(page: Page) -> None:
-    """The peak for k of L blocks, beside the formula's difference."""
+    """Compare the peak for k of L blocks with the formula's difference."""
     each = lab.inside(lab.CONFIG)
     x = each["all"]
     a = each["none"]
@@ -172,7 +172,7 @@ def peaks(page: Page) -> None:
 
 
 def seconds(page: Page) -> None:
-    """Median time of forward and backward, the three ways in turn."""
+    """Show the median time of forward and backward, the three ways in turn."""
     models = {which: lab.model_of(lab.CONFIG, which) for which in lab.WAYS}
     batch = lab.batch_of(lab.CONFIG)
     spent: dict[str, list[float]] = {which: [] for which in lab.WAYS}
@@ -200,7 +200,7 @@ def seconds(page: Page) -> None:
 
 
 def traffic(group: Group, page: Page) -> None:
-    """Bytes that ZeRO-3 sends in two steps, with and without."""
+    """Show the bytes that ZeRO-3 sends in two steps, with recomputation and without."""
     config = replace(lab.CONFIG, layers=2, width=32)
     batch = lab.batch_of(config, batch=group.size)
     rows: list[list[Any]] = []

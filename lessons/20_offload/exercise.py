@@ -2,7 +2,7 @@
 
 Copy this file (`minidist lesson 20 --copy DIR`), replace each `hole(...)` by your own code, and
 grade it: `minidist check 20 DIR/exercise_20.py`. The check trains small models with both stores and
-holds your numbers against what their accounts counted, and runs your loops on moves that tell when
+compares your numbers with what their accounts counted. It runs your loops on moves that record when
 they were begun and waited for.
 """
 
@@ -14,24 +14,32 @@ from minidist.grading import hole
 
 
 def plain_offload(model, optimizer, batches, host):
-    """ZeRO-Offload on one process: the optimizer is made of `host`, copies of the weights; returns
-    the last loss."""
+    """Train by ZeRO-Offload on one process; return the last loss.
+
+    The optimizer updates `host`, copies of the weights.
+    """
     for inputs, targets in batches:
         loss = model.loss(inputs, targets, divisor=targets.size)
         loss.backward()
         for p, h in zip(model.parameters(), host, strict=True):
-            hole(1, "the gradient goes down, a copy of it; and then? (section 1)", p, h)
-        optimizer.step()  # Adam on the host, beside its m and v
+            hole(1, "a copy of the gradient goes to the host; and then? (section 1)", p, h)
+        optimizer.step()  # Adam on the host, where m and v are
         for p, h in zip(model.parameters(), host, strict=True):
-            hole(2, "what comes up, into an array that stays where it is? (section 1)", p, h)
+            hole(
+                2,
+                "what moves to the device, into an array that stays where it is? (section 1)",
+                p,
+                h,
+            )
     return float(loss.item())
 
 
 def between_steps(parameters, mixed):
-    """{"device": ..., "host": ...} in bytes with ZeRO-Offload on one device and Adam (section 2).
+    """Return {"device": ..., "host": ...} in bytes with ZeRO-Offload on one device and Adam
+    (section 2).
 
-    Args: parameters: how many numbers; mixed: False for float32, True for bf16 weights and
-    gradients.
+    Args: parameters: how many numbers the model holds; mixed: False for float32, True for bf16
+    weights and gradients.
     """
     if mixed:
         return {
@@ -45,15 +53,16 @@ def between_steps(parameters, mixed):
 
 
 def moved_with_the_host(parameters, itemsize, passes):
-    """{"device to host": ..., "host to device": ...} in bytes a step, for `passes` backward passes
-    (section 3)."""
+    """Return {"device to host": ..., "host to device": ...}: bytes per step for `passes` backward
+    passes (section 3)."""
     return hole(
-        5, "a dict: gradients go down after each backward, weights come up after the update"
+        5,
+        "a dict: gradients move to the host after each backward, weights to the device after the update",
     )
 
 
 def read_from_disk(parameters, passes):
-    """Bytes a step that ZeRO-Infinity reads, in float32 with Adam (section 3)."""
+    """Return the bytes per step that ZeRO-Infinity reads, in float32 with Adam (section 3)."""
     weights = 2 * passes * 4 * parameters  # before each unit's forward, and before its backward
     gradients = (passes - 1) * 4 * parameters  # what the passes before have added up
     update = hole(6, "what the update of a parameter has to read, times the parameters")
@@ -83,12 +92,12 @@ def stream(units, start_read, compute):
 
 
 def update(runs, arriving, optimizer_step, start_up):
-    """ZeRO-Offload's update, run by run (section 1).
+    """Update by ZeRO-Offload, run by run (section 1).
 
     Args: arriving[run]: the move that brings the run's gradients to the host; optimizer_step(run):
-    Adam on the host;
-          start_up(run): begins to send the run's new weights up, returns a move.
-    While one run is updated, the weights of the one before are on their way.
+          Adam on the host; start_up(run): begins to send the run's new weights up, returns a move.
+
+    While one run is updated, the weights of the previous run are on their way.
     """
     going: list[Any] = []
     for run in runs:

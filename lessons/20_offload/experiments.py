@@ -55,10 +55,10 @@ def train(
     watch: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Steps of a plan on the ranks of `group`, with an account of its own; what came out, lay and
-    moved.
+    """Train a plan on the ranks of `group` with an account of its own; return results, and what lay
+    where and moved.
 
-    With `watch` the accounts at every module and gradient of the last step, too.
+    With `watch` also the accounts at every module and gradient of the last step.
     """
     with account.use(account.MemoryAccount()) as memory:
         trainer = Trainer(Plan(**{"dp": group.size, **plan}), config, group, seed=1, **options)
@@ -109,7 +109,7 @@ class Moments:
         trainer.optimizer.update = update  # type: ignore[method-assign, assignment]
 
     def look(self, phase: str) -> None:
-        """One sample."""
+        """Take one sample."""
         if self.on:
             store = self.trainer.store
             self.seen.append(
@@ -123,7 +123,7 @@ class Moments:
 
 
 def disk_by_category(store: ShardStore) -> dict[str, int]:
-    """Bytes on disk by what they are."""
+    """Return the bytes on disk by category."""
     held = dict.fromkeys(MEMORY, 0)
     for record in store.disk.records if isinstance(store, OnDisk) else ():
         for key, region in record.regions.items():
@@ -175,8 +175,8 @@ class Stack(Module):
 def over_a_slow_disk(
     group: Group, store_class: type[OnDisk] = OnDisk, *, buffers: int = 4
 ) -> dict[str, Any]:
-    """Two steps; of the second its seconds, its spans, and how much of its moves lay under
-    computation."""
+    """Run two steps; return the second's seconds, its spans, and the share of its moves that lay
+    under computation."""
     timeline = Timeline(0)
     pace = Pace(latency=ACCESS)
     with account.use(account.MemoryAccount()):

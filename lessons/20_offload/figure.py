@@ -22,7 +22,8 @@ LANES = {"compute": "unit at work", "reads": "disk to host", "writes": "host to 
 
 
 def record(group: Group) -> dict[str, Any]:
-    """The accounts' samples of a step with each store, and the spans of a step over a slow disk."""
+    """Return the accounts' samples of a step with each store, and the spans of a step over a slow
+    disk."""
     return {
         "homes": {
             name: lab.train(group, plan, watch=True)["moments"] for name, plan in lab.PLANS.items()
@@ -32,7 +33,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """Draw figure.png from what was recorded."""
     config = lab.CONFIG
     figure = look.new_figure(
         13.5,
@@ -75,7 +76,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _stack(ax: Any, moments: list[dict[str, Any]], level: str, top: float) -> None:
-    """Stacked bytes of one level over the recorded moments."""
+    """Draw the bytes of one level, stacked, over the recorded moments."""
     heights = [np.array([moment[level][name] for moment in moments]) / 2**20 for name in LAYERS]
     look.quiet(ax, grid="y")
     ax.stackplot(
@@ -97,7 +98,7 @@ def _stack(ax: Any, moments: list[dict[str, Any]], level: str, top: float) -> No
 
 
 def _lanes(ax: Any, slow: dict[str, Any]) -> None:
-    """What the device and the disk did, millisecond by millisecond."""
+    """Draw what the device and the disk did, by milliseconds."""
     look.quiet(ax, grid="x")
     begin = slow["begin"]
     colors = {

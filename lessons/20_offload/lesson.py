@@ -1,5 +1,4 @@
-"""Lesson 20: offload: device, host and disk; what lies where, what moves, and how it hides behind
-computation.
+"""Lesson 20: offload: device, host and disk: what lies where, what moves, and how moves are hidden.
 
 python lessons/20_offload/lesson.py
 mpirun -n 4 python lessons/20_offload/lesson.py                # each rank offloads its own shards
@@ -40,7 +39,8 @@ BILLION = 10**9
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank; sections 1 to 5 are about one device, and rank 0's alone."""
+    """Run the lesson on every rank; sections 1 to 5 are about one device, and only rank 0's are
+    shown."""
     alone = group.split(group.rank)
     for title, section in (
         ("1  The same weights, wherever the state lies", same_weights),
@@ -65,7 +65,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def same_weights(alone: Group, page: Page) -> None:
-    """Weights and losses with three stores; weights of the plain loop."""
+    """Compare weights and losses with three stores, and the weights of the plain loop."""
     runs = {name: lab.train(alone, plan) for name, plan in lab.PLANS.items()}
     first = runs["one device"]
     rows = [
@@ -92,8 +92,8 @@ def same_weights(alone: Group, page: Page) -> None:
 
 
 def plain_beside_single() -> tuple[int, int]:
-    """How many weights have the same bits after the plain loop and after the steps of one device;
-    and of how many."""
+    """Return how many weights have the same bits after the plain loop and after one device's steps,
+    and how many there are."""
     models = [GPT(lab.CONFIG) for _ in range(2)]
     for model in models:
         model.initialize(1)
@@ -109,7 +109,7 @@ def plain_beside_single() -> tuple[int, int]:
 
 
 def where(alone: Group, page: Page) -> None:
-    """Bytes a parameter on each level, between steps; and the device's peaks."""
+    """Show the bytes per parameter on each level between steps, and the device's peaks."""
     rows = []
     for name, plan in lab.PLANS.items():
         run = lab.train(alone, plan)
@@ -151,7 +151,7 @@ def where(alone: Group, page: Page) -> None:
 
 
 def what_moves(alone: Group, page: Page) -> None:
-    """Every direction, in float32 and in half precision."""
+    """Show what moves in every direction, in float32 and in half precision."""
     rows = []
     for precision, each in (("fp32", Each.of(4)), ("bf16", Each.of(2, masters=True))):
         for name, plan in list(lab.PLANS.items())[1:]:
@@ -183,7 +183,7 @@ def what_moves(alone: Group, page: Page) -> None:
 
 
 def over_the_limit(alone: Group, page: Page) -> None:
-    """16 bytes a parameter are four times what the device may hold."""
+    """Train with a limit of a quarter of 16 bytes per parameter."""
     count = sum(p.size for p in GPT(lab.CONFIG).parameters())
     limit = 16 * count // 4
     rows = []
@@ -219,11 +219,11 @@ class NoPrefetch(OnDisk):
     """OnDisk that reads a unit when it is needed, and no sooner."""
 
     def read_ahead(self, flat: Flat) -> None:
-        """Nothing."""
+        """Read nothing ahead."""
 
 
 def hidden(alone: Group, page: Page) -> None:
-    """A step with reading ahead, without, and with one buffer."""
+    """Compare a step with reading ahead, without it, and with one buffer."""
     rows = []
     for name, store, buffers in (
         ("four buffers", OnDisk, 4),
@@ -253,7 +253,7 @@ def hidden(alone: Group, page: Page) -> None:
 
 
 def all_ranks(group: Group, page: Page) -> None:
-    """ZeRO-3 on all ranks, each shard on its own rank's disk."""
+    """Train by ZeRO-3 on all ranks, with each shard on its own rank's disk."""
     run = lab.train(group, lab.PLANS["all on disk"])
     records = gather_records(
         group,
@@ -286,7 +286,7 @@ def all_ranks(group: Group, page: Page) -> None:
 
 
 def other_axes(page: Page) -> None:
-    """Plans of four ranks, these as threads: what the fullest one holds and moves, with three
+    """Show plans of four ranks, run as threads: what the fullest rank holds and moves, with three
     stores."""
     rows = []
     for name, axes in lab.AXES.items():
@@ -337,7 +337,8 @@ def other_axes(page: Page) -> None:
 
 
 def seven_billion(page: Page) -> None:
-    """Seconds a step over the links that offloading uses, and over the one the notes name."""
+    """Show the seconds per step over the links that offloading uses, and over the link that the
+    notes name."""
     each = Each.of(2, masters=True)
     host = moved_to_host(7 * BILLION, each)["device to host"]
     disk = moved_to_disk(7 * BILLION, 0, 7 * BILLION, each, masters=True)
@@ -372,7 +373,7 @@ def _alone(work: Any) -> Any:
 
 
 def no_prefetch() -> None:
-    """Each unit waits for its own read."""
+    """Let each unit wait for its own read."""
     for name, store in (("read ahead", OnDisk), ("read when needed", NoPrefetch)):
         run = _alone(lambda world, store=store: lab.over_a_slow_disk(world, store))
         print(
@@ -382,7 +383,7 @@ def no_prefetch() -> None:
 
 
 def one_buffer() -> None:
-    """What is read and what is written take turns in it."""
+    """Run with few buffers: reads and writes take turns in them."""
     for buffers in (4, 2, 1):
         run = _alone(lambda world, n=buffers: lab.over_a_slow_disk(world, buffers=n))
         print(
@@ -395,12 +396,12 @@ class Hasty(OnHost):
     """OnHost that does not wait for gradients."""
 
     def wait_for_gradients(self) -> None:
-        """Nothing."""
+        """Do not wait."""
 
 
 def update_before_arrival() -> None:
-    """Over a bus of 100 ms: the update takes what lies there, the sums of the step before; at first
-    zeros."""
+    """Update before the gradients arrive over a bus of 100 ms: it uses the sums of the step before,
+    at first zeros."""
 
     def work(world: Group, store: type[OnHost]) -> np.ndarray:
         model = new_model(lab.CONFIG, 1)
@@ -421,7 +422,7 @@ def update_before_arrival() -> None:
 
 
 def forget_to_free() -> None:
-    """Units stay on the device: under a limit that holds two of them."""
+    """Keep units on the device, under a limit that holds two of them."""
 
     def work(world: Group) -> None:
         with account.use(account.MemoryAccount(limit=700_000)):
@@ -437,12 +438,12 @@ def forget_to_free() -> None:
 
 
 def tiny_limit() -> None:
-    """Less than two units: told before training."""
+    """Set a limit of less than two units: refused before training."""
     _alone(lambda world: lab.train(world, {**lab.PLANS["all on disk"], "device_memory": 300_000}))
 
 
 def missing_folder() -> None:
-    """Nowhere to write: told before training too."""
+    """Offload to a folder that cannot be written: refused before training."""
     _alone(lambda world: lab.train(world, lab.PLANS["all on disk"], offload_dir="/absent/folder"))
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong without: the experiments of section 8, each a mistake and what comes of it."""
+"""Run the experiments of section 8: each makes one mistake and shows its result."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,14 +17,13 @@ RANKS = 2
 
 
 def on_threads(job: Any, *arguments: Any) -> Any:
-    """What rank 0 returns."""
+    """Run a job on threads; return what rank 0 returns."""
     with threadpool_limits(1, user_api="blas"):
         return run(job, *arguments, size=RANKS, transport="threads", limit=LIMIT)[0]
 
 
 def no_feedback() -> None:
-    """What top-k leaves out is forgotten: small numbers that always point the same way are never
-    sent."""
+    """Forget what top-k leaves out: small numbers that always have the same sign are never sent."""
 
     def job(group: Group) -> dict[str, dict[str, float]]:
         texts = ("top-k:density=0.001", "top-k:density=0.001,feedback=no")
@@ -39,7 +38,7 @@ def no_feedback() -> None:
 
 
 def no_masking() -> None:
-    """Momentum correction whose momentum goes on where a number was sent: the old direction is sent
+    """Keep the momentum where a number was sent: momentum correction then sends the old direction
     again and again."""
     for name, options in (("masked", ""), ("not masked", ",masking=no")):
         way = {"compress": f"top-k:density=0.01,momentum=0.9{options}"}
@@ -51,7 +50,7 @@ def no_masking() -> None:
 
 
 def train_by_sgd(group: Group, way: dict[str, Any]) -> list[float]:
-    """The losses of 30 steps of SGD without momentum of its own."""
+    """Return the losses of 30 steps of SGD, without momentum in the optimizer."""
     with np.errstate(all="ignore"):
         losses: list[float] = lab.train(group, way, 30, optimizer="sgd", lr=0.7, clip=None)[
             "losses"
@@ -60,14 +59,14 @@ def train_by_sgd(group: Group, way: dict[str, Any]) -> list[float]:
 
 
 def lost_residual() -> None:
-    """A run is saved and goes on, with its residuals and without."""
+    """Save a run and continue it, with its residuals and without."""
     for name, gap in gaps_after_restart("top-k:density=0.01").items():
         print(f"residuals {name:9} weights beside those of a run without a restart: {gap:.1e}")
 
 
 def gaps_after_restart(scheme: str) -> dict[str, float]:
-    """Weights after 4 steps, a restart, and 4 more: the largest difference from those of 8 steps
-    without a restart."""
+    """Return the largest difference between weights after 4 steps, a restart, and 4 more, and those
+    of 8 steps without a restart."""
     whole = on_threads(go_on, scheme, None, None, 8, False)
     with TemporaryDirectory() as folder:
         on_threads(go_on, scheme, None, folder, 4, False)

@@ -1,5 +1,4 @@
-"""Exercise 21: only the largest numbers, with error feedback; DiLoCo; and where pairs are more
-than all numbers.
+"""Exercise 21: top-k with error feedback; DiLoCo; and the density at which top-k saves nothing.
 
 Copy this file (`minidist lesson 21 --copy DIR`), replace each `hole(...)` by your own code, and
 grade it: `minidist check 21 DIR/exercise_21.py`. Every rank runs it with its own replica of the
@@ -66,7 +65,7 @@ def plain_diloco(model, inner, group, batches, every, *, lr=0.7, momentum=0.9):
         model.loss(part.inputs, part.targets, divisor=part.targets.size).backward()
         inner.step()
         inner.zero_grad()
-        if hole(7, "true, if the ranks do not meet after this step", step, every):
+        if hole(7, "true, if the ranks do not exchange weights after this step", step, every):
             continue
         share = len(part.inputs) / len(inputs)
         for p, weights, speed in zip(model.parameters(), common, speeds, strict=True):
@@ -79,11 +78,12 @@ def plain_diloco(model, inner, group, batches, every, *, lr=0.7, momentum=0.9):
             weights -= hole(
                 9, "Nesterov's step: look ahead (section 5)", lr, gradient, momentum, speed
             )
-            hole(10, "where this rank goes on from", p, weights)
+            hole(10, "the weights from which this rank continues", p, weights)
 
 
 def largest_density(ranks, itemsize=4):
-    """The density at which a rank sends as many bytes by top-k as by a plain ring all-reduce.
+    """Return the density at which a rank sends as many bytes by top-k as by a plain ring
+    all-reduce.
 
     Of n numbers, `itemsize` bytes each, a ring sends 2(P-1)/P × itemsize × n; an all-gather of k =
     density × n pairs sends P-1 times all pairs of a rank, each a number and a position of 4 bytes.

@@ -1,5 +1,5 @@
-"""What lesson 21's tables and figures share: a small GPT that learns text by each scheme, and what
-travels."""
+"""Run what lesson 21's tables and figures share: a small GPT that learns text by each scheme, and
+its traffic."""
 
 import statistics
 import time
@@ -48,7 +48,7 @@ KEPT = (
     "random-k:density=0.1",
     "random-k:density=0.01",
 )
-"""Schemes of which one gradient, and the sum of many, is looked at."""
+"""Schemes whose error is measured: of one gradient, and of the sum of many."""
 
 
 class Link(NamedTuple):
@@ -75,28 +75,28 @@ class Moment(NamedTuple):
 
 
 def global_batch(step: int, sequences: int = SEQUENCES) -> Batch:
-    """A batch of the training text, by step alone."""
+    """Return a batch of the training text, by step only."""
     return text.batch(TEXT.train, step, batch=sequences, context=CONFIG.context, seed=0)
 
 
 def validation() -> list[Batch]:
-    """Held-out text."""
+    """Return batches of held-out text."""
     return [text.batch(TEXT.validation, 0, batch=32, context=CONFIG.context, seed=1)]
 
 
 def numbers(config: GPTConfig = CONFIG) -> int:
-    """How many parameters the model has."""
+    """Return how many parameters the model has."""
     return sum(p.size for p in GPT(config).parameters())
 
 
 def new_weights() -> tuple[GPT, list[Any]]:
-    """A fresh model and its parameters, the same on every rank."""
+    """Return a new model and its parameters, the same on every rank."""
     model = new_model(CONFIG)
     return model, list(model.parameters())
 
 
 def trainer_of(group: Group, way: dict[str, Any], **options: Any) -> Trainer:
-    """A Trainer of the small GPT; all gradients are one bucket."""
+    """Return a Trainer of the small GPT; all gradients are one bucket."""
     return Trainer(
         Plan(dp=group.size, bucket_bytes=2**30, **way),
         CONFIG,
@@ -106,7 +106,7 @@ def trainer_of(group: Group, way: dict[str, Any], **options: Any) -> Trainer:
 
 
 def sent_by(group: Group) -> tuple[int, int]:
-    """(bytes, messages) that this rank has sent along the data axis in steps."""
+    """Return (bytes, messages) that this rank has sent along the data axis in steps."""
     found = [
         sum(counts.get("dp", {}).values())
         for counts in (group.ledger.sent_bytes("step"), group.ledger.messages("step"))
@@ -115,15 +115,18 @@ def sent_by(group: Group) -> tuple[int, int]:
 
 
 def busiest(group: Group, *values: float) -> list[float]:
-    """The largest of each value over the ranks."""
+    """Return the largest of each value over the ranks."""
     with group.ledger.control():
         largest: list[float] = group.all_gather(np.array([values], np.float64)).max(axis=0).tolist()
     return largest
 
 
 def train(group: Group, way: dict[str, Any], steps: int = STEPS, **options: Any) -> dict[str, Any]:
-    """{"moments": validations, "losses", "seconds": a step's time of a rank's own thread on the
-    processor, median}."""
+    """Train; return {"moments", "losses", "seconds"}.
+
+    "moments" are the validations. "seconds" is the median processor time per step of a rank's own
+    thread.
+    """
     trainer = trainer_of(group, way, **options)
     held = validation()
     before = sent_by(group)
@@ -144,8 +147,8 @@ def train(group: Group, way: dict[str, Any], steps: int = STEPS, **options: Any)
 
 
 def clock(moment: Moment, seconds: float, link: Link) -> float:
-    """When a run over a link is at this moment: computation, then messages and bytes one after
-    another, none hidden."""
+    """Return the seconds until a moment of a run over a link: computation, then messages and bytes
+    one after another, without overlap."""
     return moment.step * seconds + moment.messages * link.alpha + moment.sent * link.beta
 
 
@@ -153,8 +156,8 @@ def clock(moment: Moment, seconds: float, link: Link) -> float:
 
 
 def kept(group: Group, steps: int, texts: tuple[str, ...] = KEPT) -> dict[str, dict[str, float]]:
-    """By scheme: the share of the first gradient's squared length that arrives, and of the sum of
-    `steps` gradients.
+    """Return by scheme the shares of the squared length that arrive, of the first gradient and of
+    the sum of `steps` gradients.
 
     "lost": the largest |applied + residuals - gradients| over the largest |gradients|, of the sum.
     The gradients are those of plain training, the same for every scheme.
@@ -201,14 +204,14 @@ def kept(group: Group, steps: int, texts: tuple[str, ...] = KEPT) -> dict[str, d
 
 
 def share(arrived: np.ndarray, given: np.ndarray) -> float:
-    """1 - |given - arrived|² / |given|²."""
+    """Return 1 - |given - arrived|² / |given|²."""
     return 1 - float(
         np.sum((given - arrived) ** 2, dtype=np.float64) / np.sum(given**2, dtype=np.float64)
     )
 
 
 def residuals(scheme: Any, group: Group, size: int) -> np.ndarray:
-    """What all ranks together have not sent yet, (size,)."""
+    """Return what all ranks together have not sent yet, (size,)."""
     total = group.all_reduce(
         np.asarray(scheme.errors.get(("worker", 0), np.zeros(size)), np.float64)
     )
@@ -218,8 +221,8 @@ def residuals(scheme: Any, group: Group, size: int) -> np.ndarray:
 
 
 def fragment_rows(every: int, fragments: int, delay: int, steps: int) -> list[str]:
-    """A row for each fragment: S where it sets out, M where it is mixed in, X where both happen in
-    one step."""
+    """Return one row per fragment: S where it is sent, M where it is mixed in, X where both happen
+    in one step."""
     rows = []
     for fragment in range(fragments):
         sent = {

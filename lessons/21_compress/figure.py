@@ -20,13 +20,14 @@ SUMMED = 25
 
 
 def record(group: Group) -> dict[str, Any]:
-    """Each way trained once; then what of plain training's gradients each scheme keeps."""
+    """Return the run of each way, and the share of plain training's gradients that each scheme
+    keeps."""
     runs = {name: lab.train(group, way) for name, way in lab.WAYS.items()}
     return {"runs": runs, "kept": lab.kept(group, SUMMED)}
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png and loss.png from what was recorded."""
+    """Draw figure.png and loss.png from what was recorded."""
     runs = recorded["runs"]
     size = lab.numbers()
     figure = look.new_figure(
@@ -43,7 +44,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _bytes(ax: Any, runs: dict[str, Any]) -> None:
-    """Bytes of the busiest rank in a step, logarithmic."""
+    """Draw the bytes of the busiest rank in a step, logarithmic."""
     look.quiet(ax, grid="x")
     each = {name: run["moments"][-1].sent / lab.STEPS for name, run in runs.items()}
     for place, (name, nbytes) in enumerate(each.items()):
@@ -64,7 +65,7 @@ def _bytes(ax: Any, runs: dict[str, Any]) -> None:
 
 
 def _kept(ax: Any, kept: dict[str, dict[str, float]]) -> None:
-    """Of one gradient and of the sum, as bars beside each other."""
+    """Draw two bars per scheme: the kept share of one gradient, and of the sum."""
     look.quiet(ax, grid="x")
     for place, found in enumerate(kept.values()):
         for key, shift, colour in (("first", -0.19, "#7fb0de"), ("sum", 0.19, "#2f5d9b")):
@@ -90,7 +91,7 @@ def _kept(ax: Any, kept: dict[str, dict[str, float]]) -> None:
 
 
 def draw_losses(runs: dict[str, Any], folder: Path) -> None:
-    """loss.png: the held-out loss by step, and over the seconds of each link."""
+    """Draw loss.png: the held-out loss by step, and over the seconds of each link."""
     figure = look.new_figure(
         13.5,
         8.4,
@@ -110,7 +111,7 @@ def draw_losses(runs: dict[str, Any], folder: Path) -> None:
 
 
 def _losses(ax: Any, runs: dict[str, Any], link: Any) -> None:
-    """One line a way; over a link up to three times the end of the middle one."""
+    """Draw one line per way; over a link, up to three times the end of the middle one."""
     look.quiet(ax, grid="y")
     ends = []
     for name, run in runs.items():

@@ -1,4 +1,4 @@
-"""Lesson 21: gradients in fewer bytes, what stays behind of them, and ranks that meet seldom.
+"""Lesson 21: gradients in fewer bytes, the residuals, and ranks that exchange weights seldom.
 
 python lessons/21_compress/lesson.py
 mpirun -n 4 python lessons/21_compress/lesson.py              # sections 1 to 5 on real ranks
@@ -44,7 +44,7 @@ RATE = 0.1
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson: sections 1 to 5 on all ranks together, section 6 on rank 0 alone."""
+    """Run the lesson: sections 1 to 5 on all ranks together, section 6 only on rank 0."""
     page.heading("1  The loop beside DDP")
     plain_loop(group, page)
     page.heading("2  Bytes of one gradient")
@@ -62,7 +62,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def weights_after(group: Group, train: Any) -> np.ndarray:
-    """The weights of a small model that `train(model, optimizer, batches)` has trained for H
+    """Return the weights of a small model that `train(model, optimizer, batches)` has trained for H
     steps."""
     model = new_model(SMALL)
     batches = [random_batch(SMALL, step, 2 * group.size + 1) for step in range(H)]
@@ -71,7 +71,7 @@ def weights_after(group: Group, train: Any) -> np.ndarray:
 
 
 def plain_loop(group: Group, page: Page) -> None:
-    """Section 1's function at three densities, and plain DDP."""
+    """Compare section 1's function at three densities with plain DDP."""
     ddp = weights_after(group, lambda *given: plain_ddp(given[0], given[1], group, given[2]))
     rows = []
     for density in (1.0, 0.1, 0.01):
@@ -98,7 +98,7 @@ def plain_loop(group: Group, page: Page) -> None:
 
 
 def wire(group: Group, page: Page) -> None:
-    """Bytes of all ranks for one all-reduce of a gradient, by the ledger and by formula."""
+    """Compare the bytes of all ranks for one all-reduce of a gradient, by ledger and by formula."""
     size = lab.numbers()
     rows = []
     for name in SCHEMES:
@@ -136,7 +136,7 @@ def wire(group: Group, page: Page) -> None:
 
 
 def arrives(group: Group, page: Page) -> None:
-    """The share of a gradient's squared length that arrives, in one step and in many."""
+    """Show the share of a gradient's squared length that arrives, in one step and in many."""
     steps = 10
     found = lab.kept(group, steps)
     page.table(
@@ -156,7 +156,7 @@ def arrives(group: Group, page: Page) -> None:
 
 
 def trains(group: Group, page: Page) -> None:
-    """The validation loss of some ways after a few steps."""
+    """Show the validation loss of some ways after a few steps."""
     steps = 30
     rows = []
     for name in TRAINED:
@@ -174,7 +174,7 @@ def trains(group: Group, page: Page) -> None:
 
 
 def seldom(group: Group, page: Page) -> None:
-    """H = 1 with the plain mean is DDP; bytes of a period."""
+    """Show that H = 1 with the plain mean equals DDP, and the bytes of a period."""
     ddp = weights_after(group, lambda *given: plain_ddp(given[0], given[1], group, given[2]))
     rows = []
     for every, lr, momentum, name in (
@@ -219,7 +219,7 @@ def seldom(group: Group, page: Page) -> None:
 
 
 def fragments(page: Page) -> None:
-    """When each fragment of streaming DiLoCo travels, from the module's own rule."""
+    """Show when each fragment of streaming DiLoCo travels, by the module's own rule."""
     every = 12
     parts = 3
     delay = 2
@@ -233,7 +233,7 @@ def fragments(page: Page) -> None:
 
 
 def restart(page: Page) -> None:
-    """Weights after a restart, with residuals and without."""
+    """Compare weights after a restart, with residuals and without."""
     rows = []
     for scheme in ("top-k:density=0.01", "4bit"):
         gaps = broken.gaps_after_restart(scheme)

@@ -34,19 +34,19 @@ __global__ void attention(const float* q, const float* k, const float* v, float*
 
 
 def shrink():
-    """C for SHRINK: what everything summed so far is to be multiplied by, as the maximum goes from
-    `top` to `now`."""
+    """Return C for SHRINK: the factor for all earlier sums, when the maximum changes from `top` to
+    `now`."""
     return hole(1, 'the factor from the old maximum to the new, in C: "..."')
 
 
 def total():
-    """C for TOTAL: the sum of exp(score - now) over all keys up to this one."""
+    """Return C for TOTAL: the sum of exp(score - now) over all keys up to this one."""
     return hole(2, "the new total from total, shrink and p")
 
 
 def weighted_sum():
-    """C for SUM: the same sum with each term times number i of that key's value, which is v[key * 8
-    + i]."""
+    """Return C for SUM: the same sum, but each term times number i of that key's value, which is
+    v[key * 8 + i]."""
     return hole(3, "the new sum[i] from sum[i], shrink, p and v")
 
 
@@ -77,7 +77,7 @@ __global__ void product(const float* a, const float* b, float* c, int m, int n, 
 
 
 def barriers():
-    """The letters of the places where __syncthreads() has to stand, e.g. "CE"; no more of them than
+    """Return the letters of the places where __syncthreads() has to stand, e.g. "CE"; no more than
     are needed."""
     return hole(4, "which of the places A to E need a barrier?")
 
@@ -86,9 +86,13 @@ def barriers():
 
 
 def sectors(stride):
-    """32-byte sectors that one load of a warp touches: lane i reads float number stride * i; stride
-    is 0 or more."""
-    return hole(5, "how many sectors do 32 floats touch that lie stride floats apart?", stride)
+    """Return how many 32-byte sectors one load of a warp touches if lane i reads float number
+    stride * i; stride is 0 or more."""
+    return hole(
+        5,
+        "how many sectors do 32 floats touch if consecutive ones are stride floats from each other?",
+        stride,
+    )
 
 
 ROW_SUMS = """
@@ -109,8 +113,8 @@ __global__ void row_sums(const float* x, float* y) {
 
 
 def row_and_column():
-    """C for ROW and COLUMN, two strings: which number does this thread bring in this step? All 1024
-    have to come."""
+    """Return C for ROW and COLUMN, two strings: which number this thread loads in this step. All
+    1024 must be loaded."""
     return hole(
         6,
         "row and column from step and threadIdx.x, so that a warp's load touches as few sectors "

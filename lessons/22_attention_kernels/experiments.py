@@ -1,5 +1,5 @@
-"""Lesson 22's counted runs: kernels on the CPU build, what they move beside formulas, and what a
-stated GPU allows."""
+"""Run lesson 22's counted kernels on the CPU build: what they move, formulas, and what a stated GPU
+allows."""
 
 import shutil
 import time
@@ -43,15 +43,15 @@ LADDER = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What a data sheet states; nothing here is measured."""
+    """A GPU as its data sheet states it; nothing here is measured."""
 
     name: str
-    memory: float  # bytes a second from its memory
+    memory: float  # bytes per second from its memory
     rates: dict[str, float]  # operations a second, by what multiplies
-    shared: float  # bytes a second from shared memory, all multiprocessors together
+    shared: float  # bytes per second from shared memory, all multiprocessors together
 
     def roof(self, intensity: float, rate: str) -> float:
-        """Operations a second that `intensity` (operations a byte) allows."""
+        """Return the operations per second that `intensity` (operations per byte) allows."""
         return min(self.rates[rate], intensity * self.memory)
 
 
@@ -62,8 +62,11 @@ H100 = Machine("H100 SXM", 3.35e12, {"float32": 67e12, "tensor cores": 989e12}, 
 
 @dataclass(frozen=True)
 class Count:
-    """One launch: operations by formula; bytes, requests and sectors as counted; the formulas of
-    read and written."""
+    """One launch of a kernel.
+
+    Operations are by formula; bytes, requests and sectors are counted; read and written are
+    formulas.
+    """
 
     name: str
     operations: int
@@ -74,13 +77,13 @@ class Count:
 
     @property
     def intensity(self) -> float:
-        """Operations a byte that left or reached global memory, as threads asked for them."""
+        """Return the operations per byte of global memory that threads loaded or stored."""
         return self.operations / (self.seen.loads.bytes + self.seen.stores.bytes)
 
 
 def one_warp(stride: int) -> Any:
-    """The loads of one warp: lane i reads number stride i; stride 0: 16 bytes a lane,
-    neighbours."""
+    """Return the loads of one warp: lane i reads number stride i; stride 0: each lane reads 16
+    adjacent bytes."""
     x = np.zeros(WARP * max(stride, 4), np.float32)
     y = np.empty(WARP * (1 if stride else 4), np.float32)
     with on_cpu.watch(count=True) as seen:
@@ -95,19 +98,21 @@ def one_warp(stride: int) -> Any:
 
 
 def sectors(stride: int) -> int:
-    """Sectors that 32 lanes touch, a float every `stride`."""
+    """Return how many sectors 32 lanes touch if they read one float every `stride`."""
     return min(WARP, WARP * 4 * stride // SECTOR)
 
 
 def drawn(tokens: int, heads: int = 1, kind: Any = np.float32) -> list[np.ndarray]:
-    """q, k, v (1, heads, tokens, HEAD)."""
+    """Return random q, k, v (1, heads, tokens, HEAD)."""
     rng = np.random.default_rng(22)
     return [rng.normal(size=(1, heads, tokens, HEAD)).astype(kind) for _ in range(3)]
 
 
 def attention_bytes(version: int, tokens: int, tiles: int | None = None) -> tuple[int, int]:
-    """(read, written) of one head of `tokens` tokens; `tiles` of keys that are visited, all if
-    None."""
+    """Return the bytes (read, written) of one head of `tokens` tokens.
+
+    `tiles`: how many tiles of keys are visited; None means all.
+    """
     size = np.dtype(KINDS[version]).itemsize
     numbers = tokens * HEAD
     ends = numbers * size + 4 * tokens  # y, and log_total in float32
@@ -127,7 +132,7 @@ def attention_count(
     blocks: np.ndarray | None = None,
     tiles: int | None = None,
 ) -> Count:
-    """One head, counted. operations: of all tiles, or of those `tiles` that are visited."""
+    """Count one head; its operations are those of all tiles, or of the `tiles` that are visited."""
     side = SIDES[version]
     with on_cpu.watch(count=True) as seen:
         attention(
@@ -144,12 +149,12 @@ def attention_count(
 
 
 def long_intensity(version: int) -> float:
-    """Operations a byte of a long sequence, by the formulas."""
+    """Return the operations per byte of a long sequence, by the formulas."""
     return 4 * FOREVER * FOREVER * HEAD / sum(attention_bytes(version, FOREVER))
 
 
 def matmul_count(version: int, side: int = 128, depth: int = 32) -> Count:
-    """(side, depth) times (depth, side), counted."""
+    """Count the product of (side, depth) and (depth, side)."""
     kind = np.float16 if version == 5 else np.float32
     rng = np.random.default_rng(22)
     a = rng.normal(size=(side, depth)).astype(kind)
@@ -182,7 +187,7 @@ PLANTED = {
 
 @contextmanager
 def tiled(mistake: str | None) -> Iterator[Source]:
-    """Version 2 of attention as it is, or with one of the PLANTED mistakes."""
+    """Yield version 2 of attention as it is, or with one of the PLANTED mistakes."""
     with scratch(prefix="minidist-lesson-") as folder:
         for name in ("attention.cu", "attention.cuh"):
             shutil.copy(SOURCE.path.with_name(name), folder)
@@ -196,7 +201,7 @@ def tiled(mistake: str | None) -> Iterator[Source]:
 def run_tiled(
     source: Source, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool = False
 ) -> np.ndarray:
-    """y (1, 1, T, 64) of one head by version 2 of `source`."""
+    """Return y (1, 1, T, 64) of one head by version 2 of `source`."""
     y = np.full_like(q, np.nan)
     log_total = np.full(q.shape[:3], np.nan, np.float32)
     tokens = q.shape[2]
@@ -221,20 +226,22 @@ TEN = 10240
 
 
 def tiles(tokens: int, pattern: str = "") -> int:
-    """Tiles of 64 × 64 that a pattern shows, or that causal attention computes."""
+    """Return the number of 64 × 64 tiles that a pattern shows, or that causal attention
+    computes."""
     blocks = -(-tokens // SIDE)
     return int(pattern_blocks(pattern, tokens).sum()) if pattern else blocks * (blocks + 1) // 2
 
 
 def by_the_book(q: Any, k: Any, v: Any) -> Any:
-    """Causal attention that keeps every score: what sparse attention was compared with in 2020."""
+    """Return causal attention that keeps every score: sparse attention was compared with it in
+    2020."""
     ahead = np.triu(np.ones((q.shape[2], q.shape[2]), bool), 1)
     scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) * HEAD**-0.5
     return ops.matmul(ops.softmax(ops.where(ahead, -np.inf, scores)), v)
 
 
 def under_pattern(q: Any, k: Any, v: Any) -> Any:
-    """Block-sparse attention under PATTERN."""
+    """Return block-sparse attention under PATTERN."""
     return ops.sparse_attention(q, k, v, blocks=pattern_blocks(PATTERN, q.shape[2]))
 
 
@@ -246,8 +253,8 @@ WAYS: dict[str, Any] = {
 
 
 def forward_and_backward(way: str, tokens: int) -> tuple[float, int]:
-    """Seconds of the processor (the best of three), and the peak of bytes, of one head forward and
-    backward."""
+    """Return the processor's seconds (the best of three) and the peak of bytes of one head, forward
+    and backward."""
 
     def once() -> None:
         leaves = [tensor(array, requires_grad=True) for array in drawn(tokens)]

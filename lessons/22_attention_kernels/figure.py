@@ -25,7 +25,7 @@ RUNG_TOKENS = 64
 
 
 def record(group: Group) -> dict[str, Any]:
-    """Counted sectors, bytes and intensities."""
+    """Return the counted sectors, bytes and intensities."""
     counts = {
         version: {tokens: lab.attention_count(version, tokens) for tokens in TOKENS[version]}
         for version in TOKENS
@@ -45,7 +45,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was counted."""
+    """Draw figure.png from what was counted."""
     figure = look.new_figure(
         13.5,
         5.8,
@@ -60,8 +60,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _sectors(ax: Any, sectors: dict[int, int]) -> None:
-    """For each stride 32 sectors, those fetched filled; in each the bytes that were asked for,
-    darker."""
+    """Draw 32 sectors for each stride, those fetched filled, and in each the bytes that were asked
+    for darker."""
     look.bare(ax)
     look.caption(ax, "Sectors fetched for 32 floats")
     for row, (stride, fetched) in enumerate(sectors.items()):
@@ -93,7 +93,7 @@ def _sectors(ax: Any, sectors: dict[int, int]) -> None:
 
 
 def _bytes(ax: Any, counted: dict[int, list[tuple[int, int]]]) -> None:
-    """Counted bytes as marks on their formulas."""
+    """Draw counted bytes as marks, their formulas as lines."""
     look.quiet(ax, grid="y")
     look.caption(ax, "Bytes read and written, by tokens")
     names = {1: "naive", 2: "tiles of 32", 3: "tensor cores, float16"}
@@ -125,7 +125,7 @@ def _bytes(ax: Any, counted: dict[int, list[tuple[int, int]]]) -> None:
 
 
 def _roofline(ax: Any, recorded: dict[str, Any]) -> None:
-    """The stated roofs; each rung on its own."""
+    """Draw the stated roofs, and each version of a kernel at its own place."""
     look.quiet(ax, grid="y")
     look.caption(ax, f"Under the roof of an {lab.H100.name}, as stated")
     machine = lab.H100
@@ -175,7 +175,7 @@ def _mark(
     away: tuple[int, int],
     side: str = "left",
 ) -> None:
-    """One rung, where its intensity meets the roof."""
+    """Draw one version where its intensity reaches the roof."""
     at = (count.intensity, lab.H100.roof(count.intensity, count.rate) / 1e12)
     ax.plot(
         *at,

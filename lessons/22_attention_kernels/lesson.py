@@ -1,5 +1,4 @@
-"""Lesson 22: attention kernels: the memory hierarchy, online softmax, tiles, and how to read a
-roofline.
+"""Lesson 22: attention kernels: the memory hierarchy, online softmax, tiles, and the roofline.
 
 python lessons/22_attention_kernels/lesson.py
 mpirun -n 4 python lessons/22_attention_kernels/lesson.py                # section 6 on real ranks
@@ -31,8 +30,10 @@ NO_COMPILER = (
 
 
 def plain_tiled(q: np.ndarray, k: np.ndarray, v: np.ndarray, tile: int) -> np.ndarray:
-    """softmax(q kᵀ / √D) v without ever holding a row of scores (README, section 1). q (T, D), k
-    and v (S, D)."""
+    """Return softmax(q kᵀ / √D) v without ever holding a row of scores (README, section 1).
+
+    Shapes: q (T, D), k and v (S, D).
+    """
     top = np.full(len(q), -np.inf)
     total = np.zeros(len(q))
     y = np.zeros_like(q)
@@ -48,7 +49,7 @@ def plain_tiled(q: np.ndarray, k: np.ndarray, v: np.ndarray, tile: int) -> np.nd
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson: sections 1 to 5 on rank 0 alone, section 6 together."""
+    """Run the lesson: sections 1 to 5 only on rank 0, section 6 on all ranks."""
     compiler = on_cpu.compiler() is not None
     if group.rank == 0:
         page.heading("1  Online softmax: one pass, and nothing kept but a maximum and two sums")
@@ -78,8 +79,8 @@ def tour(group: Group, page: Page) -> None:
 
 
 def online(page: Page) -> None:
-    """What one query carries from tile to tile, and the result beside the softmax of the whole
-    row."""
+    """Show what one query carries from tile to tile; compare the result with the softmax of the
+    whole row."""
     q, k, v = (x[0, 0].astype(np.float64) for x in lab.drawn(LONG))
     scores = q[1:2] @ k.T / 8.0
     top = -np.inf
@@ -127,7 +128,7 @@ def online(page: Page) -> None:
 
 
 def warps(page: Page) -> None:
-    """Sectors of one load of a warp, by stride."""
+    """Show the sectors of one load of a warp, by stride."""
     rows = []
     for stride in (1, 2, 4, 8, 16):
         loads = lab.one_warp(stride)
@@ -164,7 +165,7 @@ def warps(page: Page) -> None:
 
 
 def attention_rungs(page: Page, counts: list[Any]) -> None:
-    """Bytes of each rung beside its formula."""
+    """Compare the bytes of each version with its formula."""
     rows = [
         [
             count.name,
@@ -188,7 +189,7 @@ def attention_rungs(page: Page, counts: list[Any]) -> None:
 
 
 def tiles_not_read(page: Page) -> None:
-    """Causal and block-sparse: version 3 skips whole tiles."""
+    """Show causal and block-sparse attention: version 3 skips whole tiles."""
     rows = []
     for name, rules, tiles in (
         ("all", {}, 4),
@@ -218,7 +219,7 @@ def tiles_not_read(page: Page) -> None:
 
 
 def roofline(page: Page, counts: list[Any]) -> None:
-    """Each rung's intensity from counted bytes, and what a stated machine allows it."""
+    """Show each version's intensity from counted bytes, and what a stated machine allows it."""
     machine = lab.H100
     rows = []
     for version, count in enumerate(counts, 1):
@@ -249,7 +250,7 @@ def roofline(page: Page, counts: list[Any]) -> None:
 
 
 def ladder(page: Page) -> None:
-    """The matrix product: loads a multiply, from global and from shared memory."""
+    """Show the matrix product: loads per multiply, from global and from shared memory."""
     machine = lab.H100
     rows = []
     for version in lab.LADDER:
@@ -282,8 +283,8 @@ def ladder(page: Page) -> None:
 
 
 def heads_over_ranks(group: Group, page: Page) -> None:
-    """Each rank attends with its heads: the same numbers, the same bytes in all, no message in
-    between."""
+    """Attend on each rank with its own heads: the same numbers, the same bytes in all, no
+    message."""
     q, k, v = lab.drawn(32, HEADS)
     mine = slice(group.rank * HEADS // group.size, (group.rank + 1) * HEADS // group.size)
     parts = np.zeros_like(q)
@@ -315,8 +316,8 @@ def heads_over_ranks(group: Group, page: Page) -> None:
 
 
 def patterns(page: Page) -> None:
-    """Tiles by the pattern's definition; bytes and processor time of one head, forward and
-    backward, as measured."""
+    """Show tiles by the pattern's definition; then bytes and processor time of one head, forward
+    and backward, as measured."""
     rows = [
         [
             f"{tokens:,}",
@@ -365,13 +366,13 @@ def patterns(page: Page) -> None:
 
 
 def no_barrier() -> None:
-    """The barrier between filling a tile and reading it is gone."""
+    """Remove the barrier between filling a tile and reading it."""
     with lab.tiled("no-barrier") as source:
         lab.run_tiled(source, *lab.drawn(TOKENS))
 
 
 def no_rescale() -> None:
-    """y is not scaled down where a tile raises the maximum."""
+    """Do not scale y down where a tile raises the maximum."""
     q, k, v = lab.drawn(TOKENS)
     right = attention_reference(*(x.astype(np.float64) for x in (q, k, v)))[0][0, 0]
     with lab.tiled("no-rescale") as source:
@@ -390,7 +391,7 @@ def no_rescale() -> None:
 
 
 def mask_off_by_one() -> None:
-    """key <= query + 1: a token sees its successor."""
+    """Mask with key <= query + 1: a token sees its successor."""
     q, k, v = lab.drawn(32)
     for mistake in (None, "mask-off-by-one"):
         with lab.tiled(mistake) as source:

@@ -18,8 +18,8 @@ from minidist.observe.step_bound import PathPart
 
 
 def plain_critical_path(record):
-    """The chain of work and transfers that made a step as long as it was, from its begin to its end
-    without a gap."""
+    """Return the chain of work and transfers that determined a step's length, from its begin to its
+    end without a gap."""
     rank = max(
         range(len(record.windows)),
         key=lambda one: hole(1, "the path ends with the step: on which rank?", one),
@@ -50,11 +50,12 @@ def plain_critical_path(record):
 
 
 def shortest_step(asked, seconds, backward, after):
-    """Seconds below which no order of these calls brings a step; all ranks are alike, and share one
-    link.
+    """Return the seconds below which no order of these calls can bring a step.
 
-    Args:    asked: of each call, the work before it is asked for. seconds: of each call alone.
-             backward: the work before the rank waits for all of them; after: the work that follows.
+    All ranks compute equally fast, and share one link.
+
+    Args:    asked: for each call, the work before it is asked for. seconds: of each call on an idle
+             link. backward: the work before the rank waits for all of them; after: the work that follows.
     """
     chain = hole(5, "the longest chain of work and one transfer (section 1)", asked, seconds)
     link = hole(6, "the link is never idle from its first call on (section 1)", asked, seconds)
@@ -62,26 +63,28 @@ def shortest_step(asked, seconds, backward, after):
 
 
 def causes(waited, asked, came, begin):
-    """How a wait for a call divides: {"slower rank": s, "link busy": s, "late bucket": s}; in this
-    order each takes what is left of the wait, up to its own amount.
+    """Return how a wait for a call divides: {"slower rank": s, "link busy": s, "late bucket": s}.
+
+    In this order each cause takes what is left of the wait, up to its own amount.
 
     Args:    waited: seconds of the wait. asked: when this rank asked for the call, came: when the
-             last rank did.
-             begin: when its transfer began.
+             last rank did. begin: when its transfer began.
     """
     slower = min(waited, hole(7, "by how much did another rank hold the call up?", asked, came))
     busy = min(
         waited - slower,
-        hole(8, "all had come; how long did it stand in the queue of the link?", came, begin),
+        hole(
+            8, "all ranks had arrived; how long was the call in the queue of the link?", came, begin
+        ),
     )
     return {"slower rank": slower, "link busy": busy, "late bucket": waited - slower - busy}
 
 
 def soonest_needed_first(came, seconds, urgency):
-    """When each call has ended, on a link that interrupts none.
+    """Return when each call has ended, on a link that interrupts none.
 
-    Args:    came: when each call is asked for. seconds: of each alone. urgency: the call of the
-             lowest is needed first.
+    Args:    came: when each call is asked for. seconds: of each on an idle link. urgency: the call
+             with the lowest is needed first.
     """
     ends = [0.0] * len(came)
     left = set(range(len(came)))
@@ -90,7 +93,8 @@ def soonest_needed_first(came, seconds, urgency):
         now = max(now, min(came[call] for call in left))
         chosen = hole(
             9,
-            "which call of `left` has the link now? Those that have not come cannot go (section 6)",
+            "which call of `left` has the link now? Calls that are not yet asked for cannot run "
+            "(section 6)",
             now,
         )
         ends[chosen] = now = now + seconds[chosen]

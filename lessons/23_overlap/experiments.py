@@ -1,9 +1,9 @@
-"""What lesson 23's tables, figure and break-its share.
+"""Run what lesson 23's tables, figure and break-its share.
 
-run(Job(...))                   a step of two ranks on a made-up clock, as a record: exact, and the
-                                same every time
+run(Job(...))                   a step of two ranks on a simulated clock, as a record: exact, and
+                                the same every time
 soonest_needed_first(...)       a link that serves the most urgent call first
-recorded(group, ...)            steps of DDP that really run, over links that take their time
+recorded(group, ...)            steps of DDP that really run, over delayed links
 """
 
 import itertools
@@ -26,19 +26,19 @@ from minidist.parallel.data.sliced_ddp import SlicedDDP
 
 RANKS = 2
 TENSORS = 4
-"""Ranks of a made-up step; tensors of a layer, whose gradients become final one after the other."""
+"""Ranks of a simulated step; tensors of a layer, whose gradients become final one after another."""
 
 
-# ------------------------------------------------------------------------- steps on a made-up clock
+# ------------------------------------------------------------------------- steps on a simulated clock
 
 
 @dataclass(frozen=True)
 class Job:
-    """A step on the made-up clock; seconds and bytes, forward and backward those of a layer.
+    """A step on the simulated clock; seconds and bytes, forward and backward are per layer.
 
     Attributes: order: in which buckets travel. ahead: layers that ZeRO-3 gathers before their turn.
     slow: rank 1
-                computes so many times as long. late: place of a call -> seconds that it takes
+                computes this many times as long. late: place of a call -> seconds that it takes
                 longer.
     """
 
@@ -57,14 +57,14 @@ class Job:
     late: Mapping[int, float] = field(default_factory=dict)
 
     def buckets(self) -> list[range]:
-        """The tensors of each bucket, counted as backward meets them."""
+        """Return the tensors of each bucket, numbered in the order of backward."""
         each = max(1, self.bucket * TENSORS // self.layer_bytes)
         count = self.layers * TENSORS
         return [range(first, min(first + each, count)) for first in range(0, count, each)]
 
 
 class Program:
-    """What one rank does, in its order."""
+    """The events of one rank, in its order."""
 
     def __init__(self, job: Job, slow: float) -> None:
         self.job = job
@@ -77,7 +77,7 @@ class Program:
         self.events.append(Busy(self.slow * seconds, name))
 
     def start(self, verb: str, what: str, tensors: int) -> None:
-        """Ask for a call, and go on."""
+        """Start a call, and continue."""
         number = self.ids[f"{verb} {what}"] = len(self.ids)
         nbytes = tensors * self.job.layer_bytes // TENSORS
         self.events.append(
@@ -85,12 +85,12 @@ class Program:
         )
 
     def wait(self, verb: str, what: str) -> None:
-        """Stand still until that call has ended."""
+        """Wait until that call has ended."""
         self.events.append(Await(self.ids[f"{verb} {what}"]))
 
     def backward(self, verb: str) -> None:
-        """Each tensor's gradient; a bucket sets out when it is complete and those before it have
-        set out."""
+        """Make each tensor's gradient; start a bucket when it is complete and all earlier buckets
+        have started."""
         numbered = list(enumerate(self.job.buckets()))
         queue = numbered if self.job.order == "backward" else numbered[::-1]
         left = list(queue)
@@ -105,14 +105,14 @@ class Program:
 
 
 def ddp(program: Program) -> None:
-    """All-reduces behind backward."""
+    """Run all-reduces behind backward."""
     program.busy(program.job.layers * program.job.forward, "forward")
     program.backward("all_reduce")
 
 
 def zero1(program: Program) -> None:
-    """All-gathers of the new weights behind forward, the first layers first; reduce-scatters behind
-    backward."""
+    """Run all-gathers of the new weights behind forward, the first layers first, and
+    reduce-scatters behind backward."""
     job = program.job
     waited = set[int]()
     buckets = job.buckets()
@@ -129,8 +129,8 @@ def zero1(program: Program) -> None:
 
 
 def zero3(program: Program) -> None:
-    """Each layer's weights are gathered for forward, and again for backward; its gradients leave
-    behind it."""
+    """Gather each layer's weights for forward, and again for backward; send its gradients behind
+    backward."""
     job = program.job
     for name, seconds, order in (
         ("forward", job.forward, range(job.layers)),
@@ -154,7 +154,7 @@ STRATEGIES: Mapping[str, Callable[[Program], None]] = {"ddp": ddp, "zero1": zero
 
 
 def run(job: Job) -> StepRecord:
-    """The record of a step; both ranks begin at 0."""
+    """Return the record of a step; both ranks begin at 0."""
     programs = [Program(job, 1.0), Program(job, job.slow)]
     for program in programs:
         STRATEGIES[job.strategy](program)
@@ -162,8 +162,8 @@ def run(job: Job) -> StepRecord:
 
 
 def play(traces: Sequence[Sequence[Event]], job: Job) -> StepRecord:
-    """Ranks on one clock: a call begins when all have asked for it and the link is free; calls keep
-    their order."""
+    """Replay ranks on one clock: a call begins when all have asked for it and the link is free;
+    calls keep their order."""
     calls = dict[int, StepCall]()
     free = 0.0
     now = [0.0] * len(traces)
@@ -201,8 +201,8 @@ def play(traces: Sequence[Sequence[Event]], job: Job) -> StepRecord:
 
 
 def new_call(event: Start) -> StepCall:
-    """A call of two ranks: an all-reduce is two messages and sends as many bytes as the array has,
-    others half."""
+    """Return a call of two ranks: an all-reduce has two messages and sends as many bytes as the
+    array has, other verbs half."""
     both = event.call.verb == "all_reduce"
     return StepCall(
         "dp",
@@ -218,7 +218,7 @@ def new_call(event: Start) -> StepCall:
 
 
 def transfer(job: Job, call: StepCall) -> float:
-    """Seconds of a call alone."""
+    """Return the seconds of a call on an idle link."""
     return call.messages * job.alpha + call.nbytes / job.bandwidth
 
 
@@ -228,8 +228,8 @@ def transfer(job: Job, call: StepCall) -> float:
 def soonest_needed_first(
     came: Sequence[float], seconds: Sequence[float], urgency: Sequence[float]
 ) -> list[float]:
-    """When each call has ended on a link that takes the most urgent of those that have come, and
-    interrupts none."""
+    """Return when each call has ended on a link that takes the most urgent of the waiting calls,
+    and interrupts none."""
     ends = [0.0] * len(came)
     left = set(range(len(came)))
     now = 0.0
@@ -247,8 +247,8 @@ Serve = Callable[[Sequence[float], Sequence[float], Sequence[float]], Sequence[f
 def scheduled(
     job: Job, slices: int, *, priority: bool, serve: Serve = soonest_needed_first
 ) -> float:
-    """Seconds of a backward and the next forward, whose layers each wait for their own gradients
-    alone.
+    """Return the seconds of a backward and the next forward, whose layers each wait only for their
+    own gradients.
 
     Args:    serve: the link.
     """
@@ -266,7 +266,7 @@ def scheduled(
 
 
 def first_come(job: Job, slices: int) -> StepRecord:
-    """The same without priorities, as a record."""
+    """Return the same without priorities, as a record."""
     program = Program(job, 1.0)
     for layer in reversed(range(job.layers)):
         program.busy(job.backward, "backward")
@@ -307,8 +307,8 @@ class BackToFront(GPT):
 def recorded(
     group: Group, broken: Mapping[str, Any] | None = None, *, steps: int = 4
 ) -> list[Timeline]:
-    """Steps of DDP of every rank, on rank 0; else an empty list. Each block sleeps, so that ranks
-    need no cores.
+    """Return on rank 0 every rank's steps of DDP; else an empty list. Each block sleeps, so that
+    ranks need no cores.
 
     Args:    broken: "model": its class. "hold": seconds for which rank 0 keeps the first message of
              bucket HELD back, in every step.
@@ -329,7 +329,8 @@ def recorded(
         send = slow.transport.start_send
 
         def held(*args: Any, **named: Any) -> Any:
-            """A bucket's all-reduce sends 2(P-1) messages, one bucket after the other."""
+            """Send; wait before the first message of bucket HELD, as an all-reduce has 2(P-1)
+            messages, one bucket after another."""
             if next(sent) == 2 * (group.size - 1) * HELD and group.rank == 0:
                 time.sleep(options["hold"])
             return send(*args, **named)
@@ -348,8 +349,8 @@ SLICES = 4
 
 
 def sliced(group: Group, priority: bool, *, times: int = 5) -> list[Timeline]:
-    """So often a backward and the next forward of SlicedDDP, each as a step, of every rank, on rank
-    0; else empty."""
+    """Return on rank 0 every rank's timeline of `times` backwards, each with the next forward, of
+    SlicedDDP; else an empty list."""
     network = GPT(CONFIG)
     timeline = Timeline(group.rank)
     network.initialize(seed=0)

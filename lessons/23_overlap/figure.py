@@ -24,11 +24,11 @@ STEPS: dict[str, dict[str, Any]] = {
     "Bucket 2 leaves 30 ms late": {"hold": 0.030},
 }
 
-TRIES = 20  # steps of each kind, the shortest of which is drawn: other programs lengthen the others
+TRIES = 20  # steps of each kind; the shortest is drawn: other programs made the others longer
 
 
 def record(group: Group) -> dict[str, Any]:
-    """The reports of the steps, on rank 0."""
+    """Return the reports of the steps, on rank 0."""
     reports = {}
     for title, broken in STEPS.items():
         timelines = lesson.lab.recorded(group, broken, steps=TRIES)
@@ -39,7 +39,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png."""
+    """Draw figure.png."""
     figure = look.new_figure(
         12.0,
         8.2,
@@ -60,7 +60,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def number_buckets(ax: Any, report: dict[str, Any]) -> None:
-    """Edges between calls, and in each all-reduce its bucket."""
+    """Draw the edges between calls, and write in each all-reduce the number of its bucket."""
     row = len(report["work"])
     for call in report["calls"]:
         if call["end"] > 0 and call["begin"] < report["seconds"]:

@@ -1,5 +1,4 @@
-"""Lesson 23: hiding communication: what made a step as long as it was, how short it could be, what
-would help.
+"""Lesson 23: hiding communication: what made a step long, how short it could be, what helps.
 
 python lessons/23_overlap/lesson.py                 # two ranks as threads; or under mpirun,
                                                     minidist launch, …
@@ -58,7 +57,7 @@ CHANGES = (
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson: all ranks make the steps of sections 3 and 6, rank 0 does the rest."""
+    """Run the lesson: all ranks make the steps of sections 3 and 6, rank 0 does the rest."""
     timelines = lab.recorded(group)
     sliced = [lab.sliced(group, priority) for priority in (False, True)]
     if group.rank == 0:
@@ -83,7 +82,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def paths(page: Page) -> None:
-    """Each case: the step, its bound, its critical path."""
+    """Show for each case the step, its bound and its critical path."""
     rows = []
     told = []
     for name, job, by_hand in CASES:
@@ -112,7 +111,7 @@ def paths(page: Page) -> None:
 
 
 def in_words(path: Sequence[PathPart]) -> str:
-    """The path in a line, calls that follow each other added up."""
+    """Return the path as one line; consecutive calls are added up."""
     parts = list[list[Any]]()
     for part in path:
         kind = "calls" if part.rank is None else f"rank {part.rank}"
@@ -128,7 +127,7 @@ def in_words(path: Sequence[PathPart]) -> str:
 
 
 def causes(page: Page) -> None:
-    """Both ranks' milliseconds of each case by cause; they add up to where they stood still."""
+    """Show each case's milliseconds by cause, on both ranks; they add up to the waits."""
     cases = [*CASES, ("ZeRO-3 without prefetch", replace(LAYER, strategy="zero3", ahead=0), 0.0)]
     rows = []
     for name, job, _ in cases:
@@ -147,12 +146,12 @@ def causes(page: Page) -> None:
 
 
 def middle(timelines: Sequence[Any]) -> StepRecord:
-    """The step of middle length."""
+    """Return the step of median length."""
     return record_step(timelines, typical_step(timelines))
 
 
 def really(page: Page, timelines: Sequence[Any]) -> None:
-    """A step of DDP over links that take their time: where its ranks stood still, and why."""
+    """Show a step of DDP over delayed links: where its ranks waited, and why."""
     record = middle(timelines)
     report = why(record)
     page.say(headline(report))
@@ -193,7 +192,7 @@ def really(page: Page, timelines: Sequence[Any]) -> None:
 
 
 def length(record: StepRecord) -> float:
-    """Seconds of the plain path's parts."""
+    """Return the seconds of the plain path's parts."""
     return sum(part.stop - part.start for part in plain_critical_path(record))
 
 
@@ -201,12 +200,13 @@ def length(record: StepRecord) -> float:
 
 
 def link(job: Any) -> LinkCost:
-    """What the made-up link costs."""
+    """Return the cost of the simulated link."""
     return LinkCost("made up", lab.RANKS, job.alpha, 0.0, 1 / job.bandwidth, 0.0, 0.0)
 
 
 def followed(strategy: str, change: Change) -> tuple[float, float, float]:
-    """Seconds of the recorded step, of the prediction from it, and of the step that then runs."""
+    """Return the seconds of the recorded step, of the prediction from it, and of the changed step
+    as it runs."""
     job = replace(LAYER, strategy=strategy)
     asked = {name: value for name, value in vars(change).items() if value is not None}
     record = lab.run(job)
@@ -218,7 +218,7 @@ def followed(strategy: str, change: Change) -> tuple[float, float, float]:
 
 
 def what_if(page: Page) -> None:
-    """Each change: predicted from the record, then run on the clock."""
+    """Compare each change as predicted from the record with its run on the clock."""
     rows = []
     for strategy, change in CHANGES:
         before, told, after = followed(strategy, change)
@@ -245,7 +245,7 @@ def what_if(page: Page) -> None:
 
 
 def bucket_sizes(page: Page) -> None:
-    """The formula's size beside the best of many on the clock."""
+    """Compare the formula's bucket size with the best of many on the clock."""
     rows = []
     for alpha in (50e-6, 1e-3):
         job = replace(LAYER, alpha=alpha)
@@ -299,8 +299,8 @@ def priorities(page: Page) -> None:
 
 
 def priorities_run(page: Page, in_turn: list[Timeline], urgent: list[Timeline]) -> None:
-    """The same with time that really passes: backward and the next forward of a replica, its sums
-    in slices."""
+    """Show the same in real time: backward and the next forward of a replica, its sums in
+    slices."""
     before = middle(in_turn)
     after = middle(urgent)
     link = LinkCost("delayed", len(in_turn), 50e-6, 0.0, lab.SUM / lab.BLOCK, 0.0, 0.0)
@@ -323,12 +323,12 @@ def priorities_run(page: Page, in_turn: list[Timeline], urgent: list[Timeline]) 
 
 
 def told(name: str, report: dict[str, Any]) -> None:
-    """A step's report in two lines."""
+    """Print a step's report in two lines."""
     print(f"{name}: {headline(report)}\n  {causes_line(report)}")
 
 
 def compare(name: str, options: dict[str, Any]) -> StepRecord:
-    """Steps as they should be, then broken, on two threads; the broken one's record."""
+    """Return the record of the broken steps, run after the right ones on two threads."""
     for title, broken in (("as it should be", {}), (name, options)):
         record = middle(md.run(lab.recorded, broken, size=2, transport="threads")[0])
         told(title, why(record))
@@ -336,12 +336,12 @@ def compare(name: str, options: dict[str, Any]) -> StepRecord:
 
 
 def forward_order() -> None:
-    """Buckets that fill from the first layer on: the first is complete when backward ends."""
+    """Fill buckets from the first layer on: the first is complete only when backward ends."""
     compare("buckets in forward order", {"model": lab.BackToFront})
 
 
 def late_bucket() -> None:
-    """One message leaves 30 ms late: by how much is the step longer, and what says why?"""
+    """Send one message 30 ms late: show how much longer the step is, and what `why` says."""
     for row in why(compare(f"bucket {lab.HELD} is 30 ms late", {"hold": 0.030}))["rows"]:
         if row["cause"] == "slow transfer":
             print(
@@ -351,7 +351,7 @@ def late_bucket() -> None:
 
 
 def slow_rank() -> None:
-    """One rank of two computes 1.5 times as long, on the clock."""
+    """Let one rank of two compute 1.5 times as long, on the clock."""
     for name, job, _ in (CASES[0], CASES[4]):
         told(name, why(lab.run(job)))
 

@@ -93,12 +93,12 @@ class Row(NamedTuple):
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Of the default constants, of the fitted ones."""
+        """Return the errors of the default constants and of the fitted ones."""
         return self.default / self.run.seconds - 1, self.fitted / self.run.seconds - 1
 
 
 def table(name: str, cluster: str) -> list[Run]:
-    """The runs of a table that are predicted."""
+    """Return the runs of a table that are predicted."""
     return [
         run
         for run in read_runs(PUBLISHED / f"{name}.csv", cluster)
@@ -107,7 +107,8 @@ def table(name: str, cluster: str) -> list[Run]:
 
 
 def predict(name: str, cluster: str, profile: CostProfile) -> list[tuple[float, float]]:
-    """Seconds of each row of a table: by the default constants, by the fitted ones."""
+    """Return the predicted seconds of each row of a table, by the default constants and by the
+    fitted ones."""
     predicted = Predictor()
     found = []
     for run in table(name, cluster):
@@ -117,7 +118,8 @@ def predict(name: str, cluster: str, profile: CostProfile) -> list[tuple[float, 
 
 
 def predict_all(profile: CostProfile) -> dict[str, list[Row]]:
-    """The rows of all tables; a process a table, at most two at a time for a core."""
+    """Return the rows of all tables; each table has its own process, at most two per core at a
+    time."""
     names, clusters = zip(*(FITTED | UNSEEN).items(), strict=True)
     with ProcessPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
         found = list(pool.map(predict, names, clusters, [profile] * len(names)))
@@ -130,7 +132,7 @@ def predict_all(profile: CostProfile) -> dict[str, list[Row]]:
 
 
 def section(name: str, rows: list[Row]) -> str:
-    """A table of the page."""
+    """Return the text of one table of the page."""
     comments = (PUBLISHED / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     source = " ".join(line[1:].strip() for line in comments if line.startswith("#"))
     lines = [
@@ -151,7 +153,7 @@ def section(name: str, rows: list[Row]) -> str:
 
 
 def summary(tables: dict[str, list[Row]]) -> str:
-    """Mean and worst error of each table."""
+    """Return the mean and worst error of each table, as text."""
     lines = [
         "| table | rows | default: mean | worst | fitted: mean | worst |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -168,7 +170,7 @@ def summary(tables: dict[str, list[Row]]) -> str:
 
 
 def constants(profile: CostProfile) -> str:
-    """The constants before and after."""
+    """Return the constants before and after, as text."""
     start = CostProfile("a100-80g").rates
     said = [
         f"`{name}` {getattr(start, name):.3g} → {getattr(profile.rates, name):.3g}"
@@ -204,7 +206,7 @@ def main() -> None:
 
 
 def write(tables: dict[str, list[Row]], profile: CostProfile) -> None:
-    """The page."""
+    """Write the page."""
     parts = [HEAD, summary(tables), constants(profile), "## The tables\n"]
     parts += [section(name, rows) for name, rows in tables.items()] + ["<!-- end -->\n"]
     with whole(HERE / "CALIBRATION.md") as draft:

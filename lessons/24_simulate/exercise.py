@@ -1,12 +1,12 @@
-"""Exercise 24: traces on one clock; where ranks lie, what a ring takes there, and what share of the
-peak is used.
+"""Exercise 24: traces on one clock; where ranks lie, what a ring takes there, and the used share of
+the peak.
 
 Copy this file (`minidist lesson 24 --copy DIR`), replace each `hole(...)` by your own code, and
 grade it: `minidist check 24 DIR/exercise_24.py`. A trace is a list of what one rank does, in order:
 
     Busy(work, name)       the rank computes; busy_seconds(rank, work) says how long
-    Start(id, call)        it comes to a call (call.axis, call.verb, …) and goes on
-    Await(id)              it stands still until that call has ended
+    Start(id, call)        the rank starts a call (call.axis, call.verb, …) and continues
+    Await(id)              the rank waits until that call has ended
 """
 
 from collections import Counter, defaultdict
@@ -23,18 +23,18 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
     Args:    traces: one a rank. members: (axis, rank) -> ranks of its group.
     Raises:  DeadlockError if ranks wait for calls that never begin.
     """
-    came = defaultdict(dict)  # (group or pair, number) -> {rank: when it came}
+    came = defaultdict(dict)  # (group or pair, number) -> {rank: when it arrived}
     ended = {}
 
     def start(rank, call, now, count):
-        """Come to a call; the last one to come finds its end. Returns its key."""
+        """Start a call; the last rank to start it computes its end. Return its key."""
         comers = group = tuple(members(call.axis, rank))
         if call.verb in ("send", "recv"):
             group = (rank, group[call.peer]) if call.verb == "send" else (group[call.peer], rank)
             comers = hole(
                 1,
-                "a message does not wait for its receiver: which ranks of the pair have to "
-                "come before it begins?",
+                "a message does not wait for its receiver: which ranks of the pair must arrive "
+                "before it begins?",
                 group,
             )
             call = call._replace(peer=1)  # the receiver's number in (sender, receiver)
@@ -45,8 +45,8 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
             if len(came[way, count[way]]) == len(comers):
                 begin = hole(
                     2,
-                    "all have come; when does the call begin? The one before it in its group "
-                    "may still run, or there was none",
+                    "all ranks have arrived; when does the call begin? The previous call of its "
+                    "group may still run, or there was none",
                     ended,
                     came[way, count[way]],
                 )
@@ -67,7 +67,7 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
                     yield
                 now = hole(
                     4,
-                    "the call has ended; when does the rank go on?",
+                    "the call has ended; when does the rank continue?",
                     now,
                     ended[started[event.id]],
                 )
@@ -87,7 +87,7 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
 
 
 def place_of(rank, shape, order):
-    """The device on which a rank lies.
+    """Return the device on which a rank lies.
 
     Args:    shape: {axis: size}. Ranks are counted along its axes, the last one innermost.
              order: the same axes. Devices are counted along them, the last one innermost: it lies
@@ -104,17 +104,17 @@ def place_of(rank, shape, order):
 
 
 def ring_seconds(size, nbytes, bandwidth, sharing):
-    """Seconds in which the busiest link of a ring all-reduce carries bytes.
+    """Return the seconds in which the busiest link of a ring all-reduce carries bytes.
 
-    Args:    bandwidth: of that link, bytes a second. sharing: how many of the ring's messages cross
+    Args:    bandwidth: of that link, bytes per second. sharing: how many of the ring's messages cross
              it in each step.
     """
     return hole(6, "2(P-1) steps; what crosses the link in each? (section 5)", size, nbytes)
 
 
 def mfu(tokens, seconds, flops_a_token, devices, peak):
-    """Model FLOPs utilization of a step: the model's FLOPs beside what all devices could do
-    meanwhile.
+    """Return the Model FLOPs Utilization of a step: the model's FLOPs over what all devices could
+    do in that time.
 
     Args:    tokens, seconds: of a step. peak: FLOP/s of a device.
     """

@@ -1,8 +1,8 @@
-"""What lesson 24's tables, figures and tests share: the notes' machines and their table by size,
-what hardware gives.
+"""Compute what lesson 24's tables, figures and tests share: the notes' machines, their table by
+size, hardware.
 
 superpods(folder)                  256 devices as N4 §3 compares them
-claims(folder), advised()          what the notes claim, beside what is computed
+claims(folder), advised()          what the notes claim, and what is computed
 efficiencies(), worth()            N1:100 and N2 §10.6, computed
 """
 
@@ -72,7 +72,8 @@ PODS = {
 
 
 def superpods(folder: Path) -> dict[str, Cluster]:
-    """256 devices: A100 over HDR; H100 with NVLink between nodes; H100 as one switch that adds."""
+    """Return 256 devices: A100 over HDR; H100 with NVLink between nodes; H100 on one switch that
+    adds."""
     path = folder / "pods.toml"
     path.write_text(
         SUPERPODS
@@ -88,8 +89,8 @@ def superpods(folder: Path) -> dict[str, Cluster]:
 
 
 def bisection(cluster: Cluster) -> float:
-    """Bytes a second, both ways, between the first and the second half when each device sends to
-    its peer."""
+    """Return the bytes per second, both directions, between the two halves when each device sends
+    to its peer."""
     half = cluster.size // 2
     narrowest = dict[str, float]()
     for place in range(half):
@@ -101,8 +102,10 @@ def bisection(cluster: Cluster) -> float:
 
 
 def reduce_bandwidth(cluster: Cluster, nbytes: int = 64 * GIB, *, on_paper: bool = False) -> float:
-    """Bytes of an array a second that all devices have added up; on paper: if the busiest link is
-    never idle."""
+    """Return how many bytes of an array per second all devices add up.
+
+    On paper: as if the busiest link were never idle.
+    """
     cost = call_cost(
         GroupCall("dp", "all_reduce", "native", nbytes, itemsize=2),
         tuple(range(cluster.size)),
@@ -122,7 +125,7 @@ class Claim(NamedTuple):
 
 
 def claims(folder: Path) -> Iterator[Claim]:
-    """N4 §3 of A100 and H100, and N4:104 of an embedding table."""
+    """Yield N4 §3's claims of A100 and H100, and N4:104's of an embedding table."""
     pods = superpods(folder)
     bisections = bisection(pods["h100"]) / bisection(pods["a100"])
     sums = [reduce_bandwidth(pods[name], on_paper=True) for name in ("a100", "h100-one")]
@@ -151,8 +154,8 @@ def claims(folder: Path) -> Iterator[Claim]:
 
 
 def embedding_seconds(tokens: int = 8192) -> tuple[float, float]:
-    """llama3-70b's table, a part on each of 8 H100s: gathered; or looked up in parts, whose rows
-    are added up."""
+    """Return the seconds for llama3-70b's table, divided over 8 H100s: gathered; or looked up in
+    parts whose rows are added up."""
     cluster = Cluster.parse("h100:1x8")
     config = model("llama3-70b")
     table = config.vocabulary * config.width * 2
@@ -168,7 +171,7 @@ def embedding_seconds(tokens: int = 8192) -> tuple[float, float]:
 
 
 class Row(NamedTuple):
-    """A row of the notes' table, for one model of its size.
+    """One row of the notes' table, for one model of its size.
 
     Attributes: name, cluster, batch; best: of all plans; advised: the best of those that the row
     advises, or None.
@@ -192,8 +195,8 @@ CASES = (
 
 
 def advised() -> Iterator[Row]:
-    """The table row by row: the best plan of all, beside the best that follows the advice. No
-    mixture of experts."""
+    """Yield the table row by row: the best of all plans, and the best that follows the advice,
+    without mixture of experts."""
     for (name, cluster, batch), (_, size, advice) in zip(CASES, TABLE, strict=True):
         ranking = plan_for(model(name, context=2048), cluster, batch=batch)
         every = (ranking.choice(place) for place in range(len(ranking)))
@@ -202,7 +205,7 @@ def advised() -> Iterator[Row]:
 
 
 def _follows(size: str, plan: Plan) -> bool:
-    """Whether a plan is what the row of this size advises."""
+    """Return whether a plan is what the row of this size advises."""
     if size == "< 10B":
         return plan.dp == plan.size and plan.zero == 2
     if size == "> 1T":
@@ -219,7 +222,7 @@ GBPS = (1, 4, 8, 16, 64)
 
 
 def sized(layers: int, width: int, heads: int) -> GPTConfig:
-    """A model of this size with sequences of 2,048 tokens."""
+    """Return a model of this size with sequences of 2,048 tokens."""
     return GPTConfig(
         vocabulary=51200,
         context=2048,
@@ -234,8 +237,10 @@ def sized(layers: int, width: int, heads: int) -> GPTConfig:
 def efficiencies(
     config: GPTConfig, gbps: Sequence[float] = GBPS, *, passes: int = 1
 ) -> list[float]:
-    """Tokens a second and device of 64 H100s in 8 nodes, over those of 8 in one node; a sequence a
-    device and pass."""
+    """Return the tokens per second and device of 64 H100s in 8 nodes, over those of 8 in one node.
+
+    The batch has one sequence per device and pass.
+    """
     traces = cache(run_rank)  # the network's bandwidth changes when things happen, not what
 
     def speed(nodes: int, bandwidth: float) -> float:
@@ -254,7 +259,7 @@ def efficiencies(
 
 
 def doubled(cluster: Cluster) -> dict[str, Cluster]:
-    """The cluster with one thing of the notes' chart twice as much."""
+    """Return clusters by name, each with one part of the notes' chart doubled."""
     device = cluster.device
     topology = cluster.topology
     faster = {name: 2 * peak for name, peak in device.peaks.items()}
@@ -285,8 +290,10 @@ JOBS = (
 
 
 def worth() -> dict[str, dict[str, float]]:
-    """{job: {hardware: how many times as fast the best plan is with twice of it}}; the best plan
-    may be another."""
+    """Return {job: {hardware: how many times as fast the best plan is with twice of it}}.
+
+    The best plan may be another than before.
+    """
     found: dict[str, dict[str, float]] = {}
     for name, spec, batch in JOBS:
         config = model(name, context=2048)
@@ -303,5 +310,5 @@ def worth() -> dict[str, dict[str, float]]:
 
 
 def told(choice: Choice | None) -> list[Any]:
-    """A choice as cells: plan and seconds."""
+    """Return a choice as cells: plan and seconds."""
     return ["none fits", ""] if choice is None else [choice.text, f"{choice.step_seconds:.3g} s"]

@@ -28,8 +28,8 @@ PASSES = (1, 8)
 
 
 def record(group: Group) -> dict[str, Any]:
-    """Spans of three ranks with and without a straggler; parts of five plans; efficiencies, and
-    what hardware gives."""
+    """Return the spans of three ranks with and without a straggler, the parts of five plans,
+    efficiencies, and hardware gains."""
     runs = {
         name: lesson.simulated("dp=64", "h100:8x8", 256, zero=1, stragglers=slow)
         for name, slow in (("all alike", {}), ("rank 3 computes at half speed", {3: 2.0}))
@@ -50,12 +50,12 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def name(plan: str, options: dict[str, int]) -> str:
-    """A plan in a few words."""
+    """Return a plan in a few words."""
     return ", ".join([plan, *(f"{key} {value}" for key, value in options.items())])
 
 
 def spans(found: Simulation) -> dict[int, list[tuple[str, float, float]]]:
-    """{rank: (row, start, stop)} of computing and calls."""
+    """Return {rank: (row, start, stop)} of computing and calls."""
     return {
         line.rank: [(span.row, span.start, span.stop) for span in line.spans]
         for line in timelines(found, SHOWN)
@@ -63,7 +63,7 @@ def spans(found: Simulation) -> dict[int, list[tuple[str, float, float]]]:
 
 
 def parts(found: Simulation) -> dict[str, float]:
-    """Seconds of a step by what a rank does."""
+    """Return the seconds of a step by what a rank does."""
     return {
         "computing": sum(found.parts["busy"].values()),
         "waits for bytes": sum(found.parts["exposed"].values()),
@@ -72,7 +72,7 @@ def parts(found: Simulation) -> dict[str, float]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png and hardware.png."""
+    """Draw figure.png and hardware.png."""
     figure = look.new_figure(
         13.5,
         5.6,
@@ -112,7 +112,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def draw_ranks(ax: Any, lanes: dict[int, list[tuple[str, float, float]]], last: float) -> None:
-    """A row a rank: computing above, calls in a strip below."""
+    """Draw one row per rank: computing above, calls in a strip below."""
     look.quiet(ax)
     for row, found in enumerate(lanes.values()):
         for kind, where, color in (
@@ -131,7 +131,7 @@ def draw_ranks(ax: Any, lanes: dict[int, list[tuple[str, float, float]]], last: 
 
 
 def draw_plans(ax: Any, plans: Sequence[tuple[str, dict[str, float]]]) -> None:
-    """A bar a plan, cut by what its ranks do."""
+    """Draw one bar per plan, divided by what its ranks do."""
     look.quiet(ax, grid="x")
     left = [0.0] * len(plans)
     for part, color in COLORS.items():
@@ -148,7 +148,7 @@ def draw_plans(ax: Any, plans: Sequence[tuple[str, dict[str, float]]]) -> None:
 
 
 def draw_hardware(recorded: dict[str, Any], folder: Path) -> None:
-    """hardware.png: N1:100 and N2 §10.6, computed."""
+    """Draw hardware.png: N1:100 and N2 §10.6, computed."""
     figure = look.new_figure(
         13.5,
         5.4,
@@ -177,7 +177,7 @@ def draw_hardware(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def draw_efficiency(ax: Any, found: dict[Any, list[float]]) -> None:
-    """A line a model size; dashed: eight passes before each reduction."""
+    """Draw one line per model size; dashed: eight passes before each reduction."""
     look.quiet(ax, grid="y")
     for number, size in enumerate(lab.SIZES):
         billions = lab.sized(*size).numbers / 1e9

@@ -1,5 +1,4 @@
-"""Lesson 24: a thousand virtual GPUs: the modules that train, on arrays without data, and one
-clock.
+"""Lesson 24: a thousand virtual GPUs: the modules that train, on data-free arrays and one clock.
 
 python lessons/24_simulate/lesson.py --guess 0.5,0.5,0.5,0.5,0.5     # your seconds of the five
                                                                      plans of section 2
@@ -40,7 +39,7 @@ lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "24")
 
 
 def tour(group: Group, page: Page, guesses: Sequence[float] = (), *, by_size: bool = False) -> None:
-    """The lesson: nothing in it needs other ranks, so rank 0 runs it alone."""
+    """Run the lesson on rank 0: nothing in it needs other ranks."""
     if group.rank == 0:
         page.heading("1  Traces of two ranks, on one clock")
         plain(page)
@@ -62,7 +61,8 @@ def tour(group: Group, page: Page, guesses: Sequence[float] = (), *, by_size: bo
 
 
 def step(forward: float, backward: float) -> list[Event]:
-    """A step of a rank: two layers backward, each with an all-reduce of its gradients behind it."""
+    """Return a step of a rank: two layers backward, each followed by an all-reduce of its
+    gradients."""
     calls = [GroupCall("dp", "all_reduce", "ring", MIB, name=f"layer {layer}") for layer in (1, 0)]
     return [
         Busy(forward, "forward"),
@@ -77,7 +77,7 @@ def step(forward: float, backward: float) -> list[Event]:
 
 
 def plain(page: Page) -> None:
-    """Two ranks, one of them slower; seconds by hand beside plain_replay's."""
+    """Compare plain_replay's seconds with those by hand, for two ranks of which one is slower."""
     rows = []
     for slower, by_hand in ((1.0, 4 + 3 + 3 + 2 + 1), (1.5, 1.5 * (4 + 3 + 3) + 2 + 1)):
         traces = [step(4.0, 3.0), step(slower * 4.0, slower * 3.0)]
@@ -108,7 +108,7 @@ def plain(page: Page) -> None:
 
 
 def row(name: str, found: Simulation) -> list[Any]:
-    """A plan in a table."""
+    """Return a plan's row of a table."""
     exposed = sum(found.parts["exposed"].values()) / found.step_seconds
     return [
         name,
@@ -124,7 +124,7 @@ COLUMNS = ["plan", "step", "MFU", "waits for bytes", "waits for others", "memory
 
 
 def simulated(plan: str, cluster: str, batch: int, **options: Any) -> Simulation:
-    """A step of CONFIG."""
+    """Simulate a step of CONFIG."""
     choice = {name: options.pop(name) for name in ("zero", "microbatches") if name in options}
     axes: dict[str, Any] = {
         axis: int(size) for axis, size in (part.split("=") for part in plan.split(","))
@@ -144,7 +144,7 @@ PLANS: Sequence[tuple[str, dict[str, int]]] = (
 
 
 def plans(page: Page, guesses: Sequence[float]) -> None:
-    """Five plans of 16 devices in two nodes, beside the seconds that the reader wrote down."""
+    """Show five plans of 16 devices in two nodes, with the seconds that the reader guessed."""
     page.say(
         "Write down the seconds of a step of each of these five before you read on: --guess "
         "takes them."
@@ -174,7 +174,7 @@ def plans(page: Page, guesses: Sequence[float]) -> None:
 
 
 def four_times(page: Page) -> None:
-    """Strong and weak scaling of ZeRO-3."""
+    """Show strong and weak scaling of ZeRO-3."""
     page.say(
         "Write down how many times as fast 64 devices are as 16: with the same batch; with four "
         "times the batch."
@@ -201,7 +201,7 @@ def four_times(page: Page) -> None:
 
 
 def sent(rows: Sequence[dict[str, Any]]) -> Counter[tuple[str, str, str]]:
-    """Bytes and messages of a ledger, by axis and verb."""
+    """Return the bytes and messages of a ledger, by axis and verb."""
     found: Counter[tuple[str, str, str]] = Counter()
     for entry in rows:
         found[entry["axis"], entry["verb"], "bytes"] += entry["nbytes"]
@@ -212,7 +212,7 @@ def sent(rows: Sequence[dict[str, Any]]) -> Counter[tuple[str, str, str]]:
 def train(
     world: Group, plan: md.Plan, batch: tuple[np.ndarray, np.ndarray]
 ) -> list[dict[str, Any]]:
-    """Two real steps of a rank; its ledger."""
+    """Run two real steps of a rank; return its ledger."""
     trainer = md.Trainer(plan, SMALL, world)
     for _ in range(2):
         trainer.step(batch)
@@ -221,8 +221,8 @@ def train(
 
 
 def really(page: Page) -> None:
-    """Each rank alone, on arrays without data; then all four with data, as threads. The bytes must
-    be equal."""
+    """Compare the bytes of each rank run separately, on arrays without data, with those of four
+    ranks with data: they must be equal."""
     plan = md.Plan(dp=2, tp=2, zero=1)
     ids = np.random.default_rng(24).integers(0, SMALL.vocabulary, (4, SMALL.context + 1))
     batch = ids[:, :-1], ids[:, 1:]
@@ -255,7 +255,7 @@ def really(page: Page) -> None:
 
 
 def placed(page: Page) -> None:
-    """What one call takes by where its eight ranks lie."""
+    """Show the time of one call by where its eight ranks lie."""
     cluster = Cluster.parse("h100:2x8")
     rows = []
     for name, places in (
@@ -283,7 +283,7 @@ def placed(page: Page) -> None:
 
 
 def crossing(link_bytes: dict[int, int], cluster: Cluster) -> int:
-    """Bytes that leave a node."""
+    """Return the bytes that leave a node."""
     return (
         sum(nbytes for link, nbytes in link_bytes.items() if "nic" in cluster.links[link].name) // 2
     )
@@ -293,7 +293,7 @@ def crossing(link_bytes: dict[int, int], cluster: Cluster) -> int:
 
 
 def claimed(page: Page) -> None:
-    """The notes' numbers of machines beside what is computed."""
+    """Compare the notes' numbers of machines with what is computed."""
     with scratch() as folder:
         page.table(
             "N4 §3 and N4:104",
@@ -304,7 +304,7 @@ def claimed(page: Page) -> None:
 
 
 def table_by_size(page: Page) -> None:
-    """The notes' table by model size: the best plan of all, beside the best that follows the
+    """Show the notes' table by model size: the best of all plans, and the best that follows the
     row."""
     page.table(
         "N2 §12.1, row by row; a step as estimated by minidist plan",
@@ -329,8 +329,8 @@ def table_by_size(page: Page) -> None:
 
 
 def slow_ring() -> None:
-    """A ring whose neighbours always lie in the other node: every message crosses the network, two
-    to a card."""
+    """Run a ring whose neighbours always lie in the other node: every message crosses the network,
+    two per card."""
     cluster = Cluster.parse("v100:2x8")
     for name, places in (
         ("node by node", range(16)),
@@ -344,7 +344,7 @@ def slow_ring() -> None:
 
 
 def tensor_across_nodes() -> None:
-    """The axis of the most messages over the links of the least bytes a second."""
+    """Put the axis with the most messages on the links with the fewest bytes per second."""
     for order in ("dp,pp,ep,cp,tp", "tp,dp,pp,ep,cp"):
         found = simulated("dp=2,tp=8", "h100:2x8", 64, order=order.split(","))
         inside = (
@@ -357,7 +357,7 @@ def tensor_across_nodes() -> None:
 
 
 def straggler() -> None:
-    """One rank of 64 computes at half the speed."""
+    """Let one rank of 64 compute at half the speed."""
     for name, slow in (("all alike", {}), ("rank 3 at half speed", {3: 2.0})):
         found = simulated("dp=64", "h100:8x8", 256, zero=1, stragglers=slow)
         print(
@@ -374,7 +374,7 @@ BREAKS = {
 
 
 def seconds_of(text: str) -> list[float]:
-    """The value of --guess. Raises: ArgumentTypeError."""
+    """Return the value of --guess. Raises: ArgumentTypeError."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:

@@ -14,7 +14,7 @@ from minidist.grading import hole
 
 
 def plain_behind(calls):
-    """The ranks that the others wait for; calls: {rank: the number of its last call}."""
+    """Return the ranks that the others wait for; calls: {rank: the number of its last call}."""
     newest = max(calls.values())
     return hole(
         1,
@@ -25,16 +25,16 @@ def plain_behind(calls):
 
 
 def plain_waited_for(arrivals, share=0.2, most=0.5):
-    """The rank that is late in most steps; arrivals: (steps, ranks), when each came to the call of
-    the step."""
+    """Return the rank that is late in most steps; arrivals (steps, ranks): when each rank arrived
+    at the call of the step."""
     ordered = np.sort(arrivals, axis=1)
     step = np.median(np.diff(ordered[:, -1]))  # seconds
     delay = hole(
-        2, "for how long does the last rank alone hold up the others, in each step?", ordered
+        2, "for how long does only the last rank hold up the others, in each step?", ordered
     )
     last = hole(
         3,
-        "in each step held up by more than its share: which rank came last?",
+        "in each step held up by more than its share: which rank arrived last?",
         arrivals,
         delay,
         share * step,
@@ -44,8 +44,8 @@ def plain_waited_for(arrivals, share=0.2, most=0.5):
 
 
 def plain_slow_link(seconds, times=2.0):
-    """The link whose messages take `times` as long as those of most others; {(src, dst): seconds of
-    its messages}."""
+    """Return the link whose messages take `times` as long as those of most others; seconds: {(src,
+    dst): seconds of its messages}."""
     quick = {
         link: hole(4, "what can this link do? Some messages are late for other reasons", some)
         for link, some in seconds.items()
@@ -56,19 +56,19 @@ def plain_slow_link(seconds, times=2.0):
 
 
 def plain_growth(memory):
-    """Bytes a step by which a rank's memory grows in most steps; memory: (steps,), bytes after each
-    step."""
+    """Return the bytes per step by which a rank's memory grows in most steps; memory (steps,):
+    bytes after each step."""
     return hole(5, "a leak, and not one large array", memory)
 
 
 def plain_first_bad(bad):
-    """The rank and layer of the first number that is not finite; bad: (step, moment, rank, layer)
-    of all ranks."""
+    """Return the rank and layer of the first number that is not finite; bad: (step, moment, rank,
+    layer) of all ranks."""
     return hole(6, "whose was the first? There may be none", bad)
 
 
 def joules(frequency, work, rest, static, dynamic):
-    """Joules of a step at a frequency, as section 6 has them.
+    """Return the joules of a step at a frequency, as in section 6.
 
     Args:    work: seconds of computation at frequency 1; rest: other seconds; static, dynamic:
              watts.

@@ -1,4 +1,4 @@
-"""The sick jobs of lesson 25: on a clock that jumps, and one that really runs."""
+"""Run the sick jobs of lesson 25: on a simulated clock, and one in real time."""
 
 import time
 from dataclasses import dataclass, field
@@ -38,11 +38,11 @@ ROWS = 8  # sequences of a rank, in the job that really runs
 
 @dataclass
 class SickJob:
-    """What the ranks of a job have recorded.
+    """Records of the ranks of a job.
 
     Attributes: calls     {rank: the number of its last call}
-                arrivals  (steps, ranks): when each rank came to the call of the step, in seconds
-                waits     (steps, ranks): seconds that each rank then stood in it
+                arrivals  (steps, ranks): when each rank arrived at the call of the step, in seconds
+                waits     (steps, ranks): seconds that each rank then waited in it
                 links     {(src, dst): seconds of its messages}
                 memory    (steps, ranks): bytes after each step
                 bad       (step, moment, rank, layer) of numbers that are not finite
@@ -59,11 +59,12 @@ class SickJob:
 
 
 def sick_job(kind: str, *, size: int = 4, steps: int = 30, seed: int = 0) -> SickJob:
-    """A job of `size` ranks with one fault, on a clock that jumps; cores are busy now and then, on
-    every rank.
+    """Return a job of `size` ranks with one fault, on a simulated clock; other programs use cores
+    at random, on every rank.
 
-    The last three kinds have no culprit. Two slow ranks: neither alone holds up the others. A busy
-    receiver: most messages of a link are late, and the link is as quick as any.
+    The last three kinds have no culprit. Two slow ranks: neither of them is the only one that
+    delays the others. A busy receiver: most messages of a link are late, and the link is as quick
+    as any.
     """
     chance = np.random.default_rng([seed, KINDS.index(kind)])
     victim = int(chance.integers(size))
@@ -129,8 +130,8 @@ def sick_job(kind: str, *, size: int = 4, steps: int = 30, seed: int = 0) -> Sic
 
 
 def _clock(work: np.ndarray, link: float) -> tuple[np.ndarray, np.ndarray]:
-    """(when each rank comes to its call, how long it stands there): the call ends for all when the
-    last has come."""
+    """Return (when each rank arrives at its call, how long it waits there): the call ends for all
+    when the last has arrived."""
     arrivals = np.empty_like(work)
     now = 0.0
     ends = []
@@ -147,8 +148,8 @@ def _clock(work: np.ndarray, link: float) -> tuple[np.ndarray, np.ndarray]:
 def real_job(
     folder: Path, *, size: int = 3, steps: int = 14, victim: int | None = None, times: float = 1.5
 ) -> None:
-    """DDP on processes; from step 4 on the victim computes `times` as long. Its records lie in the
-    folder."""
+    """Run DDP on processes; from step 4 on the victim computes `times` as long. The records are
+    written to `folder`."""
     md.run(
         _rank,
         str(folder),
@@ -180,18 +181,18 @@ def _rank(world: Group, folder: str, steps: int, victim: int, times: float) -> N
 
 
 def own_seconds() -> float:
-    """Processor seconds of this thread outside of calls."""
+    """Return the processor seconds of this thread outside of calls."""
     return time.thread_time() - spent_in_calls()[1]
 
 
 def batch_of(step: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences that count upwards."""
+    """Return sequences that count upwards."""
     start = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (rows, 1))
     ids = (start + np.arange(CONFIG.context + 1)) % CONFIG.vocabulary
     return ids[:, :-1], ids[:, 1:]
 
 
 def told(folder: Path) -> tuple[Diagnosis, dict[int, RankSteps]]:
-    """What minidist diagnose says of a folder, and the records that it read."""
+    """Return what minidist diagnose says of a folder, and the records that it read."""
     steps = read_rank_steps(folder)
     return diagnose(read_flights(folder), steps), steps

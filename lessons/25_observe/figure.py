@@ -30,7 +30,7 @@ REST = 0.2
 
 
 def record(group: Group) -> dict[str, Any]:
-    """The steps of a job whose rank VICTIM computes 1.5 times as long from step FROM on."""
+    """Return the steps of a job whose rank VICTIM computes 1.5 times as long from step FROM on."""
     with scratch() as folder:
         lab.real_job(folder, size=RANKS, steps=STEPS, victim=VICTIM)
         _, ranks = lab.told(folder)
@@ -41,7 +41,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from the recorded steps."""
+    """Draw figure.png from the recorded steps."""
     figure = look.new_figure(
         13.5,
         5.4,
@@ -57,7 +57,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _processor(ax: Any, steps: dict[int, list[dict[str, Any]]]) -> None:
-    """Own processor time over the steps."""
+    """Draw own processor time over the steps."""
     look.quiet(ax, grid="y")
     for rank, lines in steps.items():
         ax.plot(
@@ -76,7 +76,7 @@ def _processor(ax: Any, steps: dict[int, list[dict[str, Any]]]) -> None:
 
 
 def _shares(ax: Any, job: Any) -> None:
-    """The mean step of each rank of a job on a clock that jumps: its work, and its wait in the
+    """Draw the mean step of each rank of a job on a simulated clock: its work, and its wait in the
     call."""
     look.quiet(ax)
     ends = job.arrivals + job.waits
@@ -104,7 +104,7 @@ def _shares(ax: Any, job: Any) -> None:
 
 
 def _caps(ax: Any) -> None:
-    """For each frequency, the joules of a step (y) beside its seconds (x)."""
+    """Draw for each frequency the joules of a step (y) over its seconds (x)."""
     look.quiet(ax, grid="y")
     ax.set_ylim(68, 116)
     given = {"work": COMPUTE, "rest": REST}

@@ -1,7 +1,7 @@
 """Lesson 25: five sick jobs, the rule that names the culprit of each, and what a power cap costs.
 
 mpirun -n 4 python lessons/25_observe/lesson.py
-python lessons/25_observe/lesson.py                          # alone: two ranks as threads
+python lessons/25_observe/lesson.py                          # no launcher: two threads
 python lessons/25_observe/lesson.py --break who-waits        # see README.md, section 8
 """
 
@@ -26,7 +26,7 @@ from minidist.observe.diagnose.plain import (
 from minidist.observe.power_cap import best_frequency, frequency_under, step_joules, step_seconds
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "25")
-# watts of a made-up processor
+# watts of an invented processor
 STATIC = 30.0
 DYNAMIC = 100.0
 # seconds of its step
@@ -35,7 +35,7 @@ REST = 0.2
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson: one rank does it all, because its jobs have ranks of their own."""
+    """Run the lesson on one rank, because its jobs have ranks of their own."""
     if group.rank == 0:
         page.heading("1 to 5  Five sick jobs")
         hang(page)
@@ -54,7 +54,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def hang(page: Page) -> None:
-    """Which ranks hold up the job."""
+    """Show which ranks hold up the job."""
     job = lab.sick_job("hang", size=8, seed=3)
     found = plain_behind(job.calls)
     rows = [
@@ -74,7 +74,7 @@ def hang(page: Page) -> None:
 
 
 def slow_rank(page: Page) -> None:
-    """It waits least."""
+    """Show that a slow rank waits least."""
     job = lab.sick_job("slow rank", size=4, seed=1)
     found = plain_waited_for(job.arrivals)
     last = np.bincount(job.arrivals.argmax(axis=1), minlength=4)
@@ -96,7 +96,7 @@ def slow_rank(page: Page) -> None:
 
 
 def slow_link(page: Page) -> None:
-    """The quick messages of a link tell what it can do."""
+    """Show that the quick messages of a link show what the link can do."""
     job = lab.sick_job("slow link", size=4, seed=2)
     found = plain_slow_link(job.links)
     rows = [
@@ -118,7 +118,7 @@ def slow_link(page: Page) -> None:
 
 
 def leak(page: Page) -> None:
-    """The rank whose memory grows in every step."""
+    """Show the rank whose memory grows in every step."""
     job = lab.sick_job("leak", size=4, seed=4)
     growth = [plain_growth(job.memory[:, rank]) for rank in range(4)]
     rows = [
@@ -140,7 +140,7 @@ def leak(page: Page) -> None:
 
 
 def first_bad(page: Page) -> None:
-    """Which rank had the first number that is not finite."""
+    """Show which rank had the first number that is not finite."""
     job = lab.sick_job("not finite", size=4, seed=5)
     found = plain_first_bad(job.bad)
     rows = [
@@ -159,7 +159,7 @@ def first_bad(page: Page) -> None:
 
 
 def caps(page: Page) -> None:
-    """Seconds and joules of a step under a cap, on a clock that jumps and by formula."""
+    """Show the seconds and joules of a step under a cap, on a simulated clock and by formula."""
     rows: list[list[Any]] = []
     for cap in (130.0, 100.0, 80.0, 60.0, 45.0, 33.0):
         frequency = frequency_under(cap, static=STATIC, dynamic=DYNAMIC)
@@ -192,8 +192,8 @@ def caps(page: Page) -> None:
 
 
 def metered(frequency: float, ticks: int = 10_000) -> tuple[float, float]:
-    """A step on a clock with a meter: watts are read in every tick, as an energy counter adds them
-    up."""
+    """Return the seconds and joules of a step on a simulated clock, whose meter reads watts in
+    every tick."""
     seconds = step_seconds(frequency, work=COMPUTE, rest=REST)
     tick = seconds / ticks
     joules = 0.0
@@ -207,7 +207,7 @@ def metered(frequency: float, ticks: int = 10_000) -> tuple[float, float]:
 
 
 def real(page: Page) -> None:
-    """Three processes train; rank 1 computes half as long again from step 4 on."""
+    """Train on three processes; rank 1 computes 1.5 times as long from step 4 on."""
     with scratch() as folder:
         lab.real_job(folder, victim=1, steps=20)
         found, steps = lab.told(folder)
@@ -237,7 +237,7 @@ def real(page: Page) -> None:
 
 
 def who_waits() -> None:
-    """The rank that waits longest is blamed."""
+    """Blame the rank that waits longest."""
     job = lab.sick_job("slow rank", size=4, seed=1)
     blamed = int(job.waits.mean(axis=0).argmax())
     print(
@@ -248,7 +248,7 @@ def who_waits() -> None:
 
 
 def mean_of_messages() -> None:
-    """Links are compared by the mean of their messages: one late receiver makes a link slow."""
+    """Compare links by the mean of their messages: one late receiver makes a link look slow."""
     alarms = 0
     for seed in range(50):
         links = {
@@ -268,7 +268,7 @@ def mean_of_messages() -> None:
 
 
 def last_less_first() -> None:
-    """Memory is compared at the end and at the beginning: one large array looks like a leak."""
+    """Compare memory at the end with memory at the beginning: one large array looks like a leak."""
     job = lab.sick_job("healthy", size=4, seed=0)
     steps = len(job.memory) - 1
     for rank in range(4):

@@ -23,7 +23,8 @@ from minidist.grading import hole
 
 
 def plain_save(group, chunk, size, folder):
-    """Write a vector of `size` numbers, of which each rank has its chunk; the manifest last."""
+    """Write a vector of `size` numbers; each rank has and writes its chunk; the manifest is written
+    last."""
     file = folder / f"{group.rank}.bin"
     hole(1, "what does each rank write, and where?", file, chunk)
     digest = np.frombuffer(hashlib.sha256(file.read_bytes()).digest(), np.uint8)
@@ -36,8 +37,8 @@ def plain_save(group, chunk, size, folder):
 
 
 def plain_load(group, folder):
-    """This rank's chunk of the vector; the group may have another size than the one that wrote
-    it."""
+    """Return this rank's chunk of the vector; the group may have another size than the group that
+    wrote it."""
     manifest = json.loads((folder / "manifest.json").read_text())
     old, new = (bounds(manifest["size"], ranks) for ranks in (len(manifest["sha256"]), group.size))
     start = new[group.rank]
@@ -65,7 +66,8 @@ def plain_load(group, folder):
 
 
 def interval(save, between):
-    """Seconds of work between two saves, so that saving and losing together cost least.
+    """Return the seconds of work between two saves that minimize the time lost to saves and to
+    interruptions.
 
     Args:    save: seconds of a save; between: mean seconds between two interruptions. See section
              5.

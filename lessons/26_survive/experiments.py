@@ -1,5 +1,5 @@
-"""What lesson 26's tables, figure and break-its share: runs that are killed, damaged files, a clock
-that jumps."""
+"""Run what lesson 26's tables, figure and break-its share: killed runs, damaged files, a simulated
+clock."""
 
 import os
 import random
@@ -59,7 +59,7 @@ def on_ranks(
     killed: int | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """`train` on new ranks: threads, or processes that can be killed."""
+    """Run `train` on new ranks: threads, or processes that can be killed."""
     return md.run(
         train,
         str(run),
@@ -80,12 +80,14 @@ def flip(file: Path, bit: int) -> None:
         stream.write(bytes([byte ^ 1 << bit % 8]))
 
 
-# ------------------------------------------------------------------------------- a clock that jumps
+# ------------------------------------------------------------------------------ a simulated clock
 
 
 class Span(NamedTuple):
-    """A stretch of a run's clock, in seconds. kind: "work", "save", "lost" (work done in vain) or
-    "restart"."""
+    """One interval of a run's clock, in seconds.
+
+    kind: "work", "save", "lost" (work that was lost) or "restart".
+    """
 
     kind: str
     start: float
@@ -93,8 +95,8 @@ class Span(NamedTuple):
 
 
 def interruptions(between: float, seconds: float, seed: int) -> list[float]:
-    """Random moments, `between` seconds apart on average, the same for each interval that is
-    tried."""
+    """Return random moments with `between` seconds between them on average, the same for each
+    interval that is tried."""
     chance = random.Random(seed)
     moments = []
     clock = 0.0
@@ -107,8 +109,8 @@ def interruptions(between: float, seconds: float, seed: int) -> list[float]:
 def replay(
     interval: float, moments: Sequence[float], *, save: float, restart: float, seconds: float
 ) -> list[Span]:
-    """A run that works `interval` seconds, saves, and so on, through the interruptions, for
-    `seconds` of its clock."""
+    """Return the spans of a run that works `interval` seconds, saves, and so on, with the
+    interruptions, for `seconds`."""
     spans = []
     clock = 0.0
     coming = iter(moments)
@@ -132,5 +134,5 @@ def replay(
 
 
 def kept(spans: Sequence[Span]) -> float:
-    """The part of the clock that is work, and not lost."""
+    """Return the share of the clock that is work and is not lost."""
     return sum(span.stop - span.start for span in spans if span.kind == "work") / spans[-1].stop

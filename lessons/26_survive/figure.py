@@ -42,8 +42,8 @@ WORDS = {
 
 
 def record(group: Group) -> dict[str, Any]:
-    """The spans of three runs, and of each of many intervals the part that is kept; a storm's
-    events and faults."""
+    """Return the spans of three runs, the kept share for many intervals, and a storm's events and
+    faults."""
     best = best_interval(SAVE, BETWEEN)
     seconds = DAYS * 86_400.0
     moments = lab.interruptions(BETWEEN, seconds, seed=4)
@@ -61,7 +61,7 @@ def record(group: Group) -> dict[str, Any]:
 
 
 def _storm() -> dict[str, Any]:
-    """Its events, and its faults with what came of them."""
+    """Return a storm's events, and its faults with their results."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             module_command("minidist", "storm", *STORM, f"--out={folder}/run"),
@@ -77,7 +77,7 @@ def _storm() -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from the recorded spans, and storm.png from the storm's events."""
+    """Draw figure.png from the recorded spans, and storm.png from the storm's events."""
     told = recorded["storm"]["told"]
     faults = recorded["storm"]["faults"]
     draw_storm(folder / "storm.png", told, storm_report.spans(told, faults), faults, ranks=RANKS)
@@ -112,7 +112,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 
 def _lane(ax: Any, interval: float, spans: list[Any], *, last: bool) -> None:
-    """One run's clock, from left to right."""
+    """Draw one run's clock from left to right."""
     look.quiet(ax)
     for kind, color in COLORS.items():
         chosen = [
@@ -138,7 +138,7 @@ def _lane(ax: Any, interval: float, spans: list[Any], *, last: bool) -> None:
 
 
 def _kept(ax: Any, recorded: dict[str, Any]) -> None:
-    """The part of the time that is kept, over the interval."""
+    """Draw the kept share of the time over the interval."""
     look.quiet(ax, grid="y")
     line = recorded["best"] * np.geomspace(1 / 16, 16, 200)
     ax.plot(

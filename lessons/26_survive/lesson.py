@@ -1,7 +1,7 @@
-"""Lesson 26: checkpoints: killed anywhere, a run goes on anywhere, with the same bits.
+"""Lesson 26: checkpoints: killed anywhere, a run continues on any ranks, with the same bits.
 
 mpirun -n 4 python lessons/26_survive/lesson.py
-python lessons/26_survive/lesson.py                          # alone: four ranks as threads
+python lessons/26_survive/lesson.py                          # no launcher: four threads
 python lessons/26_survive/lesson.py --break manifest-first   # see README.md, section 8
 """
 
@@ -37,7 +37,7 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 
 def tour(group: Group, page: Page) -> None:
-    """The lesson, run by every rank; what starts ranks of its own is run by rank 0 alone."""
+    """Run the lesson on every rank; only rank 0 runs what starts ranks of its own."""
     page.heading("1  Each rank writes its own, the manifest comes last")
     with shared_folder(group) as folder:
         plain(group, page, folder)
@@ -76,7 +76,7 @@ class shared_folder:  # noqa: N801 - used as a function
 
 
 def plain(group: Group, page: Page, folder: Path) -> None:
-    """A vector of 13 numbers, written by all ranks and read by half of them."""
+    """Write a vector of 13 numbers on all ranks, and read it on half of them."""
     size = 13
     edges = bounds(size, group.size)
     plain_save(
@@ -101,7 +101,7 @@ def plain(group: Group, page: Page, folder: Path) -> None:
 
 
 def killed(page: Page, folder: Path) -> None:
-    """Three processes train; one kills itself; three new ones go on."""
+    """Train on three processes; one kills itself; three new ones continue."""
     plan = {"dp": 3, "zero": 1}
     whole = lab.on_ranks(folder / "whole", plan, 3)
     try:
@@ -134,7 +134,7 @@ def killed(page: Page, folder: Path) -> None:
 
 
 def other_plans(page: Page, folder: Path) -> None:
-    """What 3 ranks with ZeRO-1 saved, read by other plans."""
+    """Load what 3 ranks with ZeRO-1 saved by other plans."""
     source = checkpoints(folder / "whole")[0]
     target = lab.on_ranks(folder / "whole", {"dp": 3, "zero": 1}, 3)["losses"]
     rows = []
@@ -160,7 +160,7 @@ def other_plans(page: Page, folder: Path) -> None:
 
 
 def loaded(group: Group, source: str, plan: dict[str, Any]) -> tuple[bool, dict[int, float]]:
-    """Whether the whole state is the file's, and the losses of the next steps."""
+    """Return whether the whole state equals the file's, and the losses of the next steps."""
     trainer = md.Trainer(md.Plan(**plan), lab.CONFIG, group, seed=1, lr=0.01)
     trainer.load(source)
     with shared_folder(group) as folder:
@@ -174,7 +174,7 @@ def loaded(group: Group, source: str, plan: dict[str, Any]) -> tuple[bool, dict[
 
 
 def whole_state(folder: Path) -> dict[str, bytes]:
-    """Every tensor of a checkpoint, put together: {key: bytes}."""
+    """Return every tensor of a checkpoint, joined from its shards: {key: bytes}."""
     from minidist.parallel.state.state_map import runs_of
 
     tensors: dict[str, np.ndarray] = {}
@@ -196,7 +196,7 @@ def whole_state(folder: Path) -> dict[str, bytes]:
 
 
 def damaged(page: Page, folder: Path) -> None:
-    """Bits of every file are turned over, one at a time; and a save that stops halfway."""
+    """Flip bits of every file, one at a time; and stop a save halfway."""
     source = checkpoints(folder / "whole")[-1]
     chance = np.random.default_rng(26)
     rows = []
@@ -229,7 +229,8 @@ def damaged(page: Page, folder: Path) -> None:
 
 
 def intervals(page: Page) -> None:
-    """A run of thirty days with an interruption every two hours, saved more and less often."""
+    """Show a run of thirty days with an interruption every two hours, saved at several
+    intervals."""
     save = 20.0
     between = 7200.0
     restart = 60.0
@@ -267,7 +268,7 @@ def intervals(page: Page) -> None:
 
 
 def manifest_first() -> None:
-    """The manifest is written before the shards: a torn save looks complete."""
+    """Write the manifest before the shards: a torn save looks complete."""
 
     def job(group: Group, folder: str) -> None:
         digest = "0" * 64
@@ -283,7 +284,7 @@ def manifest_first() -> None:
 
 
 def moments_lost() -> None:
-    """Weights alone are saved: Adam begins anew, and the run goes another way."""
+    """Save only the weights: Adam begins anew, and the run's losses differ."""
 
     def job(group: Group) -> tuple[list[float], list[float]]:
         runs = []
@@ -310,7 +311,7 @@ def moments_lost() -> None:
 
 
 def wrong_model() -> None:
-    """A checkpoint of another model."""
+    """Load a checkpoint of another model."""
     from dataclasses import replace
 
     def job(group: Group, folder: str, width: int, save: bool) -> None:

@@ -299,7 +299,7 @@ def _round_trip(world: Any) -> tuple[float, bool | None]:
         total = world.all_reduce(array)
         times.append(time.perf_counter() - started)
     if total[0] != world.size:
-        raise MinidistError(f"the sum over {world.size} ranks came out as {total[0]}")
+        raise MinidistError(f"the sum over {world.size} ranks is {total[0]}")
     return sorted(times)[2], None if world.board is None else world.board.lends
 
 

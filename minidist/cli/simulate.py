@@ -69,19 +69,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="RANK:FACTOR",
-        help="a straggler: this rank computes so many times longer; may be given several times",
+        help="a straggler: this rank computes FACTOR times as long; may be given several times",
     )
     add(
         "--fail",
         metavar="RANK:SECONDS",
-        help="also tell how the others stand still if this rank fails in the step",
+        help="also show how the others wait if this rank fails in the step",
     )
     add(
         "--slow-link",
         action="append",
         default=[],
         metavar="NAME:FACTOR",
-        help="a byte takes so many times longer on links of this name, as node3.nic0-out or "
+        help="a byte takes FACTOR times as long on links of this name, as node3.nic0-out or "
         "node3.*",
     )
     model_arguments(parser)
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--unfolded",
         action="store_true",
-        help="a clock for each rank, also for ranks that nothing tells apart",
+        help="a clock for each rank, also for ranks that do exactly the same",
     )
     add("--json", metavar="FILE", help="write all figures here")
     add("--trace", metavar="FILE", help="write some ranks' step here, for https://ui.perfetto.dev")

@@ -188,11 +188,12 @@ def run(args: argparse.Namespace) -> int:
         return _compare_later(args)
     named = {word.partition("=")[0] for word in args.options}
     if "--hosts" in named:
-        fail("--hosts: a storm kills processes of this host alone; leave it out")
+        fail("--hosts: a storm kills only processes of this host; leave it out")
     for option in ("--asynchronous", "--local-steps"):
         if option in named:
             fail(
-                f"{option}: a storm breaks an elastic job, and such a job has no {option}; leave it out"
+                f"{option}: a storm breaks an elastic job, and such a job has no {option}; leave "
+                "it out"
             )
     kinds = [*FAULTS] if args.faults is None else args.faults.split(",")
     if wrong := [kind for kind in kinds if kind not in FAULTS]:

@@ -35,9 +35,9 @@ def current_stream(cupy: Any) -> Any:
     stream = cupy.cuda.get_current_stream()
     if stream.ptr == _PER_THREAD:
         raise DeviceError(
-            "communication of arrays on the GPU takes several threads, which cannot share "
-            "CuPy's per-thread default stream; unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM, or "
-            "take a stream of your own: with cupy.cuda.Stream():"
+            "communication of arrays on the GPU uses several threads, which cannot share "
+            "CuPy's per-thread default stream; unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM, or use "
+            "your own stream: with cupy.cuda.Stream():"
         )
     return stream
 

@@ -157,10 +157,10 @@ class PointToPoint:
     def mismatch(self, mine: Signature, theirs: Signature, src: int) -> MismatchError:
         """Return the error for a message from rank `src` that does not fit this rank's receive."""
         return MismatchError(
-            f"a message does not fit what was to come:\n"
+            f"a message does not fit the receive:\n"
             f"  rank {self._group.world_rank} calls {mine.describe()}\n"
             f"  rank {self._group.world_ranks[src]} calls {theirs.describe()}\n"
-            f"`out` must have the sender's shape and dtype; without it any fits"
+            f"`out` must have the sender's shape and dtype; without out any message fits"
         )
 
     def link(self, rank: int) -> tuple[Transport, int]:

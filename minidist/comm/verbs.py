@@ -80,12 +80,13 @@ def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm:
     if group.rank == root:
         if x is None:
             raise ShapeError(
-                f"{verb}: rank {root} is the root and passes None; the root brings the array"
+                f"{verb}: rank {root} is the root and passes None; the root must pass the array"
             )
         array = argument(verb, x, place.where)
         if verb == "scatter" and array.ndim == 0:
             raise ShapeError(
-                f"scatter: rank {root} passes an array without dims; its first dim is to be cut"
+                f"scatter: rank {root} passes an array without dims; it needs a first dim, which "
+                "is divided among the ranks"
             )
 
     def work(call: Call) -> Any:
@@ -307,7 +308,8 @@ def _place(group: Members, algorithm: str, *arrays: Any, op: str | None = None) 
         return CallDevice(device, "cuda", gpu.side(group.id))
     if algorithm == "native":
         raise ConfigError(
-            f"algorithm native: {refusal}; choose auto, or another, by way of the host"
+            f"algorithm native: {refusal}; choose auto or another algorithm, which sends through "
+            "the host"
         )
     return CallDevice(device, "cpu", None)
 

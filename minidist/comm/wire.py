@@ -93,7 +93,7 @@ def greet(sock: socket.socket, token: bytes, hello: dict[str, Any], limit: float
         raise HandshakeError(f"{peer} ended the handshake: {error}") from error
     if answer == REFUSED:
         raise HandshakeError(
-            f"{peer} refused this process: its job token is another one (a different job on that "
+            f"{peer} refused this process: its job token differs (a different job on that "
             "port, or a different MINIDIST_TOKEN)"
         )
     if not hmac.compare_digest(answer, _proof(token, b"accepting", ours, theirs, packed)):

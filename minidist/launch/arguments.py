@@ -72,7 +72,7 @@ def check_room(size: int, *, helpers: int) -> None:
     if needed > free:
         raise LaunchError(
             f"run(size={size}) needs about {needed >> 20} MiB of address space in this process, "
-            f"and its limit (ulimit -v) leaves {free >> 20} MiB; raise the limit, or take fewer "
+            f"and its limit (ulimit -v) leaves {free >> 20} MiB; raise the limit, or start fewer "
             "ranks"
         )
 

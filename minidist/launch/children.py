@@ -23,7 +23,7 @@ from minidist.comm.health.process_state import (
 from minidist.errors import LaunchError
 from minidist.launch.limits import Limits
 
-UNMET = "before it came to md.init, where the others wait"
+UNMET = "before md.init, where the others wait"
 
 
 def flush_output() -> None:
@@ -50,7 +50,7 @@ class Forked:
             except OSError as error:
                 raise LaunchError(
                     f"this process cannot be copied for a rank ({error.strerror}); see `ulimit "
-                    "-u` and `ulimit -v`, or take fewer ranks"
+                    "-u` and `ulimit -v`, or start fewer ranks"
                 ) from error
         if self.pid == 0:  # never return into the parent's code, nor run its exit handlers
             status = 1

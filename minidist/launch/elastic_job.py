@@ -342,7 +342,7 @@ class ElasticJob:
         self.log.note("forming", self.generation)
         if last is not None:
             threading.Thread(target=last.monitor.close, daemon=True).start()
-            say_line(f"minidist: generation {number} goes on with {size} ranks")
+            say_line(f"minidist: generation {number} continues with {size} ranks")
 
     def _tend(self, generation: Generation) -> None:
         """Check the running generation: kill processes that miss its monitor.

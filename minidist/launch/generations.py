@@ -100,13 +100,11 @@ class Generations:
         """
         address = address_of("MINIDIST_ELASTIC", os.environ.get("MINIDIST_ELASTIC", ""))
         number = number_of(
-            "MINIDIST_PROCESS", os.environ.get("MINIDIST_PROCESS", ""), "start the job afresh"
+            "MINIDIST_PROCESS", os.environ.get("MINIDIST_PROCESS", ""), "start the job again"
         )
         token = token_from_environment()
         if token is None:
-            raise LaunchError(
-                "MINIDIST_ELASTIC is set, and needs MINIDIST_TOKEN beside it; start the job afresh"
-            )
+            raise LaunchError("MINIDIST_ELASTIC is set without MINIDIST_TOKEN; start the job again")
         return cls(address, token, number, libraries)
 
     # --- from one generation to the next
@@ -245,7 +243,8 @@ class Generations:
                 self.stop_at = boundary
             elif time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"not all ranks said in {AGREE_LIMIT:g} s that they stop after step {boundary}"
+                    f"not all ranks confirmed within {AGREE_LIMIT:g} s that they stop after step "
+                    f"{boundary}"
                 )
         return self.stop_at is not None and step >= self.stop_at
 

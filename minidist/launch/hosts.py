@@ -104,7 +104,8 @@ def hosts_of(text: str, ranks: int = 1) -> list[HostRanks]:
         match = _IPV6.fullmatch(word) or _NAME.fullmatch(word)
         if match is None:
             raise LaunchError(
-                f"{word!r} is no host and its ranks; write a:3,b:4, each with 1 to 9999 ranks, "
+                f"{word!r} is not a host with a number of ranks; write a:3,b:4, each with 1 to "
+                "9999 ranks, "
                 "and an IPv6 address as [fd00::1]:3"
             )
         found.append(
@@ -141,7 +142,7 @@ def ssh_words(text: str) -> list[str]:
         words = shlex.split(text)
     except ValueError as error:
         raise LaunchError(
-            f"--ssh {text!r:.60}: {str(error).lower()}; write it as a shell takes it"
+            f"--ssh {text!r:.60}: {str(error).lower()}; quote it as in a shell"
         ) from error
     if not words:
         raise LaunchError(f"--ssh {text!r:.60}: names no command; the default is {SSH!r}")
@@ -288,8 +289,8 @@ class HostsJob:
         for number, told in self._answers(range(len(self.hosts)), "hello").items():
             if told["version"] != version():
                 raise LaunchError(
-                    f"host {self.hosts[number].name} has minidist {told['version']}, this one "
-                    f"{version()}; install the same on all"
+                    f"host {self.hosts[number].name} has minidist {told['version']}, this host "
+                    f"has {version()}; install the same version on all hosts"
                 )
         if not self.told:
             self._send(0, json.dumps(self.orders[0]))

@@ -111,9 +111,7 @@ def place_from_environment() -> MonitorAddress | None:
     host, port = address_of("MINIDIST_MONITOR", address)
     token = token_from_environment()
     if token is None:
-        raise LaunchError(
-            "MINIDIST_MONITOR is set, and needs MINIDIST_TOKEN beside it; start the job afresh"
-        )
+        raise LaunchError("MINIDIST_MONITOR is set without MINIDIST_TOKEN; start the job again")
     return MonitorAddress(host, port, token)
 
 
@@ -124,7 +122,7 @@ def address_of(name: str, text: str) -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) <= LAST_PORT:
-        raise LaunchError(f"{name}={text!r:.60} needs the form host:port; start the job afresh")
+        raise LaunchError(f"{name}={text!r:.60} needs the form host:port; start the job again")
     check_host(name, host)
     return host, int(port)
 
@@ -459,8 +457,8 @@ def _broadcast(words: list[str], limit: float) -> list[str]:
     while not request.Test():
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"rank {MPI.COMM_WORLD.rank} waited {limit:g} s for MPI's rank 0 to name the "
-                "monitor"
+                f"rank {MPI.COMM_WORLD.rank} waited {limit:g} s for MPI's rank 0 to send the "
+                "monitor's address"
             )
         time.sleep(0.0005)
     return json.loads(message)  # type: ignore[no-any-return]

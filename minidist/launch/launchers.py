@@ -481,7 +481,7 @@ def _check_below(
 ) -> None:
     if not 0 <= low < high:
         values = " but ".join(f"{name}={variables[name]}" for name in names)
-        raise LaunchError(f"{launcher.name} contradicts itself: {values}; start the job afresh")
+        raise LaunchError(f"{launcher.name} contradicts itself: {values}; start the job again")
 
 
 def _meeting(launcher: Launcher, variables: Mapping[str, str], last: int) -> tuple[str, int]:
@@ -526,7 +526,7 @@ def _number(
 ) -> int:
     text = _text(launcher, variables, name)
     return number_of(
-        name, text, f"{launcher.name} sets it, so start the job afresh", least=least, most=most
+        name, text, f"{launcher.name} sets it, so start the job again", least=least, most=most
     )
 
 

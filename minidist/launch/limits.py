@@ -94,7 +94,8 @@ class MemoryLimit:
         ]
         if not homes:
             raise OSError(
-                0, f"no group beside or below {own} may have the memory controller of cgroup v2"
+                0,
+                f"the memory controller of cgroup v2 is not available at {own}",
             )
         usable = [
             home
@@ -104,7 +105,7 @@ class MemoryLimit:
         if not usable:
             raise OSError(
                 0,
-                f"this user may make no control group in {homes[0]}; under systemd, start the "
+                f"this user cannot make a control group in {homes[0]}; under systemd, start the "
                 "job with `systemd-run --user --scope`",
             )
         self._open(usable[0], _V2)

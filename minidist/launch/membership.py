@@ -126,7 +126,8 @@ class Membership:
         chosen = sorted({info["transport"] for info in infos})
         if len(chosen) > 1:
             raise LaunchError(
-                f"the ranks chose different transports: {', '.join(chosen)}; give all the same one"
+                f"the ranks chose different transports: {', '.join(chosen)}; give all ranks the "
+                "same transport"
             )
         if name == "mpi" and not launch.by_mpirun:
             raise LaunchError(
@@ -372,7 +373,7 @@ def init(
     world = _membership.world
     if world is None:
         raise LaunchError(
-            "this process could not join its job before and cannot try again; start the job afresh"
+            "this process could not join its job before and cannot try again; start the job again"
         )
     if transport not in (None, _membership.transport, world.transport.name) and world.size > 1:
         raise LaunchError(

@@ -92,12 +92,12 @@ def mpi_world(launch: Launch) -> Any:
         if launch.mpi_by_srun:
             raise LaunchError(
                 f"srun started {launch.world_size} tasks, but mpi4py ({library}) sees "
-                f"{MPI.COMM_WORLD.size}: give srun --mpi=pmi2 for MPICH, --mpi=pmix for Open "
-                "MPI, or take transport auto"
+                f"{MPI.COMM_WORLD.size}: give srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI, "
+                "or use transport auto"
             )
         raise LaunchError(
             f"mpirun started {launch.world_size} ranks, but mpi4py ({library}) sees "
-            f"{MPI.COMM_WORLD.size}: that mpirun belongs to another MPI; use the one beside this "
+            f"{MPI.COMM_WORLD.size}: that mpirun belongs to another MPI; use the mpirun of this "
             "Python (`pip install mpich`), or `minidist launch`"
         )
     return MPI.COMM_WORLD
@@ -117,12 +117,12 @@ def check_pmi() -> None:
     if file is not None and not _is_socket(file):
         raise LaunchError(
             f"PMI_FD={file!r:.60} is not the number of an open socket; mpirun sets it, for the "
-            "ranks that it starts and not for what they start, so start the job afresh"
+            "ranks that it starts and not for what they start, so start the job again"
         )
     if file is None and port is not None and not re.fullmatch(r"[\w.:%-]{1,253}:[0-9]{1,5}", port):
         raise LaunchError(
             f"PMI_PORT={port!r:.60} needs the form host:port; mpirun sets it, so start the job "
-            "afresh"
+            "again"
         )
 
 
@@ -403,7 +403,7 @@ class InitWatch:
         host = platform.node()
         if ended := self._ended():
             when = (
-                "in md.init, before all had met"
+                "in md.init, before all had joined"
                 if self._deadline == math.inf
                 else "before md.init, where the others wait"
             )
@@ -412,7 +412,7 @@ class InitWatch:
             what = ", ".join(f"process {pid}" for pid in self._frozen.values())
             return (
                 f"{listed(sorted(self._frozen))} of {size} ({what} stopped on {host}) did not "
-                "come to md.init, where the others wait",
+                "reach md.init, where the others wait",
                 True,
             )
         here = self._here()
@@ -426,7 +426,7 @@ class InitWatch:
                 f"process {pid} {_STATES.get(state_of(pid), 'ending')}" for pid in late.values()
             )
             return (
-                f"{listed(list(late))} of {size} ({what} on {host}) did not come to md.init within "
+                f"{listed(list(late))} of {size} ({what} on {host}) did not reach md.init within "
                 f"{self._limit:g} s",
                 True,
             )

@@ -72,7 +72,9 @@ def find_mpirun() -> Mpirun:
     beside = Path(sys.executable).parent / "mpirun"
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
     if path is None:
-        raise LaunchError(f"there is no mpirun beside {sys.executable} or on the path; {INSTALL}")
+        raise LaunchError(
+            f"there is no mpirun in the folder of {sys.executable} or on the path; {INSTALL}"
+        )
     return mpirun_at(path)
 
 

@@ -126,7 +126,7 @@ def token_on_this_machine(nodes: Nodes) -> Iterator[bytes | None]:
     while (found := file.read()) is None or not file.is_held():
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"node 0 of the job at {nodes.master_addr}:{nodes.master_port} was not there "
+                f"node 0 of the job at {nodes.master_addr}:{nodes.master_port} did not answer "
                 f"within {MEET_LIMIT:g} s; start it with --node-rank 0 and the same --master-port"
             )
         time.sleep(0.05)
@@ -218,7 +218,7 @@ class SpawnedJob:
                 except RuntimeError as error:
                     process.stderr.close()
                     raise LaunchError(
-                        f"cannot hear rank {rank}, which has just been started: {error}"
+                        f"cannot receive from rank {rank}, which has just been started: {error}"
                     ) from error
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
@@ -295,7 +295,7 @@ class SpawnedJob:
             return
         self.watch.lose(loss)
         if self.watch.loss is None and rank in self.watch.spared:
-            say_line(f"minidist: {self.watch.spared[rank]}; the job goes on without it")
+            say_line(f"minidist: {self.watch.spared[rank]}; the job continues without it")
         elif self.watch.loss is None:  # the monitor does not answer
             self.watch.loss = loss
 

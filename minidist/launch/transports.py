@@ -46,7 +46,7 @@ def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
         # no more checks: only the ranks look for the GPU, after which a process cannot fork
         raise LaunchError(
             "transport 'nccl' needs CuPy, which is not installed; pip install -e '.[cuda13]' (or "
-            "cuda12), or take auto"
+            "cuda12), or use auto"
         )
 
 

@@ -321,7 +321,7 @@ class Workforce:
             worker = self.workers.get(hello.get("process", -1))
         if worker is None or worker.sock is not None:
             raise HandshakeError(
-                f"{wire.address_of(sock)} was refused: no process of this job is awaited that is "
+                f"{wire.address_of(sock)} was refused: this job expects no process that is "
                 f"{hello.get('process')!r}"
             )
         set_up(sock)

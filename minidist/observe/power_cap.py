@@ -22,8 +22,7 @@ def frequency_under(cap: float, *, static: float, dynamic: float) -> float:
     """
     if cap <= static:
         raise ConfigError(
-            f"a cap of {cap:g} W: the processor takes {static:g} W even at rest; choose a larger "
-            "cap"
+            f"a cap of {cap:g} W: the processor uses {static:g} W even at rest; choose a larger cap"
         )
     return min(1.0, float(((cap - static) / dynamic) ** (1 / 3)))
 

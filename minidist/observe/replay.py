@@ -63,12 +63,12 @@ def plain_replay(
     Args:    traces: one a rank. members: (axis, rank) -> ranks of its group.
     Raises:  DeadlockError if ranks wait for calls that never begin.
     """
-    # (group or pair, number) -> {rank: when it came}
+    # (group or pair, number) -> {rank: when it arrived}
     came: dict[Any, dict[int, float]] = defaultdict(dict)
     ended: dict[Any, float] = {}
 
     def start(rank: int, call: GroupCall, now: float, count: Counter[Any]) -> Any:
-        """Come to a call; the last one to come finds its end. Returns its key."""
+        """Start a call; the last rank to start it computes its end. Return its key."""
         comers = group = tuple(members(call.axis, rank))
         if call.verb in ("send", "recv"):
             group = (rank, group[call.peer]) if call.verb == "send" else (group[call.peer], rank)

@@ -35,8 +35,8 @@ class PathPart(NamedTuple):
 
 
 def plain_critical_path(record: StepRecord) -> list[PathPart]:
-    """The chain of work and transfers that made a step as long as it was, from its begin to its end
-    without a gap."""
+    """Return the chain of work and transfers that determined a step's length, from its begin to its
+    end without a gap."""
     # the last rank to end
     rank = max(range(len(record.windows)), key=lambda one: record.windows[one][1])
     now = record.windows[rank][1]

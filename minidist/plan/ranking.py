@@ -197,7 +197,8 @@ def _wanted(found: Estimates, objective: str) -> np.ndarray:
     if column is None:
         raise ConfigError(
             f"objective={objective}: no {'price' if objective == 'cost' else 'watts'} of "
-            f"{found.cluster.device.name} stands in the cluster's file; add it, or take time"
+            f"{found.cluster.device.name} stands in the cluster's file; add it, or use "
+            "objective=time"
         )
     return column
 

@@ -141,7 +141,7 @@ def run_once(ranking: Ranking, choice: Choice, optimizer: str, steps: int) -> fl
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"{told}: not done after {TIMEOUT:g} s; take fewer layers") from None
+            raise ConfigError(f"{told}: not done after {TIMEOUT:g} s; use fewer layers") from None
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             raise ConfigError(f"{told}: {last}")

@@ -139,7 +139,8 @@ def fit(
             )
     if len(runs) < 2:
         raise ConfigError(
-            f"{len(runs)} measured steps cannot be fitted and tried; give two or more, better ten"
+            f"{len(runs)} measured steps are too few to fit and to check; give two or more, ten "
+            "if possible"
         )
     start = _start(runs, names)
     measured = np.log([run.seconds for run in runs])
@@ -226,7 +227,7 @@ def read_runs(
     """
     if re.search(r":\d+(x\d+)*$", cluster):
         raise ConfigError(
-            f"cluster {cluster}: each run says how many devices it had; write the name alone, "
+            f"cluster {cluster}: each run says how many devices it had; write only the name, "
             f"{cluster.rpartition(':')[0]}"
         )
     try:
@@ -286,7 +287,7 @@ def _run(row: Mapping[str, str], cluster: str, model: Callable[[str], GPTConfig]
     )
     seconds = float(row["seconds"])
     if not 0 < seconds < float("inf"):
-        raise ConfigError(f"seconds={row['seconds']}: a step takes more than 0")
+        raise ConfigError(f"seconds={row['seconds']}: choose a number above 0")
     given: dict[str, Any] = {_SIZES[name]: _whole(row, name) for name in _SIZES if name in row}
     config = replace(model(row["model"]), **given) if "model" in row else GPTConfig(**given)
     title = row.get("model", f"{config.layers} x {config.width}")

@@ -151,10 +151,10 @@ class SimTransport(Transport):
         self.waits: Any = _Waits()
 
     def start_send(self, peer: int, tag: Any, view: Any, meta: bytes = b"") -> Handle:
-        raise CommError("a rank that runs alone has no rank to send to")
+        raise CommError("a rank simulated by itself has no rank to send to")
 
     def start_recv(self, peer: int, tag: Any, accept: Any, reduce: Any = None) -> Handle:
-        raise CommError("a rank that runs alone has no rank to receive from")
+        raise CommError("a rank simulated by itself has no rank to receive from")
 
     def loopback(self) -> Transport:
         return self

@@ -67,7 +67,7 @@ class Device:
         if name not in self.peaks:
             known = [word for word, dtype in PRODUCT_DTYPES.items() if dtype in self.peaks]
             raise ConfigError(
-                f"{self.name} has no rate for {name}; take --precision {' or '.join(known)}"
+                f"{self.name} has no rate for {name}; use --precision {' or '.join(known)}"
             )
         return self.peaks[name]
 

@@ -125,8 +125,8 @@ def _require(plan: Plan, config: GPTConfig) -> None:
     measured times."""
     if config.mixture is not None and config.mixture.node_limit is not None:
         raise PlanError(
-            f"simulate: node_limit={config.mixture.node_limit}: a simulated token goes to each "
-            "of its experts by itself, on whatever node; leave the limit out"
+            f"simulate: node_limit={config.mixture.node_limit}: a simulated token is sent to each "
+            "of its experts separately, whatever their nodes; leave the limit out"
         )
     if plan.attention == "all-to-all" and plan.cp > 1 and config.heads % (plan.tp * plan.cp):
         raise PlanError(
@@ -147,16 +147,16 @@ def _require(plan: Plan, config: GPTConfig) -> None:
         )
     if plan.asynchronous:
         raise PlanError(
-            "simulate: an asynchronous server does what depends on which worker comes first; "
-            "simulate it synchronous"
+            "simulate: what an asynchronous server does depends on which worker arrives first; "
+            "simulate a synchronous server"
         )
     if plan.server_device != "same":
         raise PlanError(
-            f"simulate: server_device={plan.server_device}: a cluster's devices are alike; "
-            "simulate it with server_device=same"
+            f"simulate: server_device={plan.server_device}: all devices of a cluster are the "
+            "same; simulate it with server_device=same"
         )
     if plan.stage_layers == "measured":
         raise PlanError(
-            "simulate: stage_layers=measured times the layers on a machine; name the numbers, "
-            "or take even"
+            "simulate: stage_layers=measured times the layers on a machine; give the numbers, or "
+            "use even"
         )

@@ -73,7 +73,7 @@ class RankPlaces:
         named = tuple(name for name in AXES if name in axis.split(","))
         if not named:
             raise ConfigError(
-                f"no group {axis!r}; groups lie along world, or axes of {', '.join(AXES)}"
+                f"no group {axis!r}; groups are along world, or along axes of {', '.join(AXES)}"
             )
         first = rank - sum(
             rank // self._strides[name] % self.shape[name] * self._strides[name] for name in named

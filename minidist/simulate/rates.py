@@ -181,7 +181,7 @@ class CostProfile:
                 raise ConfigError(f"cost profile {path}: {error}") from error
         if not isinstance(value, dict) or value.get("format") != FORMAT or "cluster" not in value:
             raise ConfigError(
-                f"cost profile {path} is none; `minidist calibrate --from runs.csv` writes one"
+                f"{path} is not a cost profile; `minidist calibrate --from runs.csv` writes one"
             )
         return cls(
             str(value["cluster"]),
@@ -197,7 +197,7 @@ def _rates(path: str | Path, given: Mapping[str, Any]) -> Efficiency:
     for name in given:
         if name not in known:
             raise ConfigError(
-                f"cost profile {path}: no rate {name!r}{meant(name, known)}; it takes "
+                f"cost profile {path}: no rate {name!r}{meant(name, known)}; choose from "
                 f"{', '.join(known)}"
             )
     return replace(DEFAULT, **{name: _positive(path, name, value) for name, value in given.items()})

@@ -309,7 +309,7 @@ class ShapeArray(Operators):
 
     def __bool__(self) -> bool:
         if self.size != 1:
-            raise ValueError(f"the truth of an array of shape {self.shape} is no number")
+            raise ValueError(f"the truth of an array of shape {self.shape} is not known")
         return True
 
     # ----------------------------------------------------------------------------------- arithmetic

@@ -130,7 +130,7 @@ class SimGroup(Group):
     def start_recv(self, src: int, *, out: Any = None) -> SimPending:
         if out is None:
             raise ConfigError(
-                "a rank that runs alone cannot know the shape of a message; pass out="
+                "a rank simulated by itself cannot know the shape of a message; pass out="
             )
         return self._message("recv", out, src, out, None, "recv")
 

@@ -182,8 +182,8 @@ class Survivor:
                 )
             if self.job.begun:
                 say_line(
-                    "minidist: ranks were lost with the only copies of their state; going on "
-                    f"from {name}"
+                    "minidist: ranks were lost with the only copies of their state; continuing "
+                    "from {name}"
                 )
         self._take_history(about.get("metrics", {}), trainer.steps_done)
 

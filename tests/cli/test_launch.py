@@ -144,7 +144,8 @@ def test_a_node_whose_machine_has_no_node_0_says_so(monkeypatch, tmp_path, capsy
     ]
     assert main(["launch", *words]) == 2
     assert (
-        "node 0 of the job at 127.0.0.1:29500 was not there within 0.1 s" in capsys.readouterr().err
+        "node 0 of the job at 127.0.0.1:29500 did not answer within 0.1 s"
+        in capsys.readouterr().err
     )
 
 

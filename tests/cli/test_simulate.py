@@ -135,7 +135,7 @@ def test_a_cluster_of_each_maker(capsys: pytest.CaptureFixture[str], cluster: st
     assert "s a step" in said(capsys, *JOB, "--cluster", cluster, *precision)
     if cluster == "v100:4":
         assert main([*JOB, "--cluster", cluster]) == 2
-        assert "no rate for bfloat16; take --precision fp32 or fp16" in capsys.readouterr().err
+        assert "no rate for bfloat16; use --precision fp32 or fp16" in capsys.readouterr().err
 
 
 def test_a_price_below_a_cent_is_told(capsys: pytest.CaptureFixture[str]) -> None:

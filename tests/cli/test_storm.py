@@ -163,7 +163,7 @@ def storm_arguments(*words):
 def test_a_storm_over_hosts_is_refused(capsys):
     """It would kill processes of this host that have the numbers of the other's."""
     assert main(["storm", "-n", "2", "--", "--hosts", "a:1,b:1"]) == 2
-    assert "kills processes of this host alone" in capsys.readouterr().err
+    assert "kills only processes of this host" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

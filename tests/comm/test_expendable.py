@@ -125,4 +125,4 @@ def test_under_our_launcher(tmp_path):
         check=False,
     )
     assert done.returncode == 0 and done.stdout.split() == ["told", "1"] * 2, done.stderr
-    assert "rank 1" in done.stderr and "the job goes on without it" in done.stderr
+    assert "rank 1" in done.stderr and "the job continues without it" in done.stderr

@@ -165,7 +165,7 @@ def test_bool_follows_numpys_ufuncs():
         (
             {"verb": "all_to_all", "x": [1, 2], "out": [np.ones((), int)] * 2},
             ShapeError,
-            "out= holds one array several",
+            "out= has the same array several",
         ),
         (
             {"verb": "all_reduce", "x": 1.0, "op": ["sum"]},
@@ -195,7 +195,7 @@ def test_bool_follows_numpys_ufuncs():
         (
             {"verb": "reduce", "x": np.zeros(2, "m8[s]"), "op": "prod"},
             DtypeError,
-            "reduce: .*it takes sum, max, min",
+            "reduce: .*use sum, max, min",
         ),
         (
             {"verb": "all_gather", "x": [[1], [2, 3]]},
@@ -734,7 +734,8 @@ def test_two_threads_in_one_group_are_refused(transport):
                 time.sleep(0.001)
             for call in (world.barrier, world.start_barrier):
                 with pytest.raises(
-                    CommError, match="two threads of rank 0 use the group world at once.*split"
+                    CommError,
+                    match="two threads of rank 0 use the group world at the same time.*split",
                 ):
                     call()
             world.send(1.0, dst=1)  # messages are for any thread
@@ -988,8 +989,8 @@ def test_calls_alike_in_another_order_are_warned_of(algorithm):
     for texts, results in run(swap, size=2, transport=transport):
         assert results in ([11.0, 10.0], [10.0, 11.0], [11.0, 10.0])
         assert len(texts) == 1 and re.match(
-            r"rank \d at .*test_group.py:\d+ meets rank \d at .*test_group.py:\d+ in "
-            r"all_reduce, after they met the other way round",
+            r"rank \d at .*test_group.py:\d+ is paired with rank \d at .*test_group.py:\d+ in "
+            r"all_reduce, but an earlier call paired these places the other way round",
             texts[0],
         ), texts
 

@@ -155,7 +155,7 @@ def test_a_host_without_a_way_there_waits_for_nothing(number, monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", fail)
     with pytest.raises(
-        TimeoutError, match=r"at \[fd00::9\]:29500 and this host has no way there \(.*no way"
+        TimeoutError, match=r"at \[fd00::9\]:29500 and this host has no route to it \(.*no way"
     ):
         MonitorClient(("fd00::9", 29500), TOKEN, 0, 1, limit=SOON)
     assert len(called) == 1

@@ -88,8 +88,8 @@ def test_where_no_group_can_be_made_one_line_says_why(
     memory.end()
     assert memory.record()["enforced"] is False and memory.look() == 0
     assert capsys.readouterr().err == (
-        f"minidist: --memory-limit 2 GiB is not enforced: no group beside or below "
-        f"{own} may have the memory controller of cgroup v2\n"
+        "minidist: --memory-limit 2 GiB is not enforced: the memory controller of cgroup v2 is "
+        f"not available at {own}\n"
     )
 
 
@@ -98,7 +98,7 @@ def test_a_user_who_may_make_no_group_is_told(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     MemoryLimit(1, "1 B", own).begin()
-    assert f"this user may make no control group in {own.parent}" in capsys.readouterr().err
+    assert f"this user cannot make a control group in {own.parent}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

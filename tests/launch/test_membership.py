@@ -403,7 +403,8 @@ def test_ranks_of_another_mpis_mpirun_run_over_host_transports(transport, is_giv
         assert f"hello from {rank} of 2 over {transport}" in process.stdout
         assert bool(
             re.fullmatch(
-                "minidist: Open MPI's mpirun started these 2 ranks, but mpi4py has MPICH .*; taking "
+                "minidist: Open MPI's mpirun started these 2 ranks, but mpi4py has MPICH .*; "
+                "taking "
                 r"transport auto .*\n",
                 process.stderr,
             )
@@ -537,7 +538,7 @@ def test_srun_that_starts_worlds_of_one_is_refused_where_mpi_is_asked_for(more, 
         ]
     assert [process.returncode for process in done] == [2, 2]
     assert re.fullmatch(
-        f"minidist: {says}take transport auto\n", "".join(process.stderr for process in done)
+        f"minidist: {says}use transport auto\n", "".join(process.stderr for process in done)
     )
 
 
@@ -643,7 +644,7 @@ def test_torchrun_itself(cache):
 
 def test_init_in_a_process_that_could_not_join(monkeypatch):
     monkeypatch.setattr(membership, "_membership", membership.Membership(md.launch.detect({})))
-    with pytest.raises(LaunchError, match="start the job afresh"):
+    with pytest.raises(LaunchError, match="start the job again"):
         md.init()
 
 

@@ -104,7 +104,7 @@ def test_a_rank_that_sleeps_is_named_at_the_limit(tmp_path):
     assert done.returncode > 0  # on a busy machine another rank may be late, too
     assert re.fullmatch(
         r"minidist: ranks? (0, )?1(, 2)? of 3 \((process \d+ .*, )?process \d+ sleeping.* on \S+\) did "
-        r"not come to md.init within 1.5 s; the job ends",
+        r"not reach md.init within 1.5 s; the job ends",
         ours(done),
     )
 
@@ -143,7 +143,7 @@ def test_of_many_that_do_not_come_each_is_named(way, state, tmp_path):
 def test_a_rank_that_is_stopped_is_named_long_before_the_limit(shell, tmp_path):
     line = ours(job(tmp_path, "stop", [1], limit=60, shell=shell))
     assert re.match(
-        r"minidist: rank 1 of 3 \(process \d+ stopped on \S+\) did not come to md.init, where the others "
+        r"minidist: rank 1 of 3 \(process \d+ stopped on \S+\) did not reach md.init, where the others "
         "wait; the job ends",
         line,
     )
@@ -196,7 +196,7 @@ def test_ranks_of_several_hosts(tmp_path):
     assert job(tmp_path, "come", [], 4, options=(*hosts, "2")).stderr == ""
     done = job(tmp_path, "sleep", [1], 4, limit=4, options=(*hosts, "2"))
     assert re.search(
-        r"^minidist: rank 1 of 4 \(process \d+ sleeping on \S+\) did not come", done.stderr, re.M
+        r"^minidist: rank 1 of 4 \(process \d+ sleeping on \S+\) did not reach", done.stderr, re.M
     )
 
 
@@ -216,7 +216,7 @@ def test_a_rank_that_has_started_mpi_itself_and_ends_is_named_soon(
         "wait: see its output",
         named,
     )
-    assert any("rank 1 did not come" in line for line in rest)
+    assert any("rank 1 did not join" in line for line in rest)
     assert ("boom" in done.stderr) == (way == "raise")
 
 

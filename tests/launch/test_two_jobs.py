@@ -39,7 +39,7 @@ def test_a_rank_at_the_other_jobs_monitor_is_refused_and_named(
         link = MonitorClient(second.address, other, 1, 2)
         try:
             with pytest.raises(
-                HandshakeError, match="its job token is another one .a different job on that port"
+                HandshakeError, match="its job token differs .a different job on that port"
             ):
                 MonitorClient(second.address, own, 0, 2, limit=5.0)
             with pytest.raises(HandshakeError, match="refused rank 1: .*rank 1"):

@@ -34,7 +34,7 @@ WRONG = {
         5: "if microbatch + first < microbatches - 1:\n    "
         "order.append(Forward(rank, microbatch + first))"
     },
-    "before what it needs is there": {6: "[Backward(rank, microbatches - 1 - microbatch)]"},
+    "before its input is there": {6: "[Backward(rank, microbatches - 1 - microbatch)]"},
     "the first stage reads the batch": {7: "RecvActivation(stage, microbatch)"},
     "a forward needs the other kind": {7: "RecvGradient(stage, microbatch) if stage else None"},
     "the number of the stage that receives": {

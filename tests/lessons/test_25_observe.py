@@ -93,7 +93,7 @@ def test_no_frequency_takes_less_energy_than_the_best() -> None:
         == frequency_under(500.0, static=30.0, dynamic=100.0)
         == 1
     )
-    with pytest.raises(ConfigError, match="takes 30 W even at rest"):
+    with pytest.raises(ConfigError, match="uses 30 W even at rest"):
         frequency_under(30.0, static=30.0, dynamic=100.0)
 
 

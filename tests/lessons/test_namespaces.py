@@ -173,7 +173,7 @@ def test_a_host_that_is_lost_is_named_with_its_ranks(hosts, what):
     # 5 s of silence, and the time to end
     assert time.monotonic() - started < (8 if what == "link" else 3)
     how = {
-        "link": r"nothing was heard of it for 5 s",
+        "link": r"it sent nothing for 5 s",
         "launcher": r"its node agent \(process \d+\) is gone \(.*\)",
     }[what]
     for rank in (0, 1):

@@ -1,5 +1,5 @@
-"""Candidates: every one is a plan that the model and the cluster can have, and none stands there
-twice."""
+"""Candidates: every one is a plan that the model and the cluster can have, and none is given "
+"twice."""
 
 import numpy as np
 import pytest

@@ -152,7 +152,7 @@ def test_mistakes_in_a_file_name_the_line(tmp_path, text, message):
 def test_a_cluster_with_its_size_is_told_that_runs_say_it(size: str, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=f"cluster a100-80g:{size}: each run says .* write the name alone, a100-80g$",
+        match=f"cluster a100-80g:{size}: each run says .* write only the name, a100-80g$",
     ):
         read_runs(tmp_path / "runs.csv", f"a100-80g:{size}")
 

@@ -163,10 +163,10 @@ def test_random_plans_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     ("plan", "words"),
     [
         (Plan(strategy="data-parallel", replicas=2), "strategy=ddp with dp="),
-        (Plan(dp=3, strategy="parameter-server", asynchronous=True), "which worker comes first"),
+        (Plan(dp=3, strategy="parameter-server", asynchronous=True), "which worker arrives first"),
         (Plan(dp=3, strategy="parameter-server", server_device="cpu"), "server_device=same"),
         (Plan(dp=2, local_steps=25), "simulate the step of ddp without"),
-        (Plan(pp=2, stage_layers="measured"), "take even"),
+        (Plan(pp=2, stage_layers="measured"), "use even"),
         (Plan(cp=3, attention="all-to-all"), "or ring"),
     ],
 )

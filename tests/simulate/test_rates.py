@@ -83,7 +83,7 @@ def test_what_a_host_pays_beside_flops_and_bytes():
 
 def test_a_dtype_without_a_rate_is_refused():
     with pytest.raises(
-        ConfigError, match="V100.*no rate for bfloat16; take --precision fp32 or fp16"
+        ConfigError, match="V100.*no rate for bfloat16; use --precision fp32 or fp16"
     ):
         Rates.of(Cluster.parse("v100:1x8").device).seconds(cube(64))
     with pytest.raises(ConfigError, match="not 'matmull'"):
@@ -109,7 +109,7 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path):
     ("text", "message"),
     [
         ("{", "no JSON"),
-        ("[]", "is none"),
+        ("[]", "is not a cost profile"),
         (
             '{"format": 1, "cluster": "h100", "rates": {"matmulshare": 1}}',
             "did you mean matmul_share",

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "an elastic job": _elastic,
         "the plan": division,
         "other strategies": _strategy,
-        "ranks that meet seldom": seldom,
+        "ranks that exchange weights seldom": seldom,
         "device memory": memory,
         "activations": activations,
         "the data": _data,
@@ -158,7 +158,8 @@ def _elastic(add: Add) -> None:
     add(
         "--elastic",
         metavar="LEAST:MOST",
-        help="with -n: ranks may die; the others go on with at least so many, and others join "
+        help="with -n: ranks may die; the others continue if at least this many are left, and new "
+        "ranks join "
         "(default: the first loss ends the job)",
     )
     # known only so that check_one_host can name what to use instead
@@ -181,7 +182,7 @@ def _elastic(add: Add) -> None:
         "--elastic-wait",
         type=not_negative,
         metavar="SECONDS",
-        help="how long ranks wait for a replacement before they go on with fewer (default: 0)",
+        help="how long ranks wait for a replacement before they continue with fewer (default: 0)",
     )
     add(
         "--peer-copies",
@@ -443,9 +444,9 @@ def _checkpoints(add: Add) -> None:
         "--save-every",
         type=save_steps,
         metavar="K|auto",
-        help="write a checkpoint each K steps, after the last, and when the job is told to stop "
+        help="write a checkpoint each K steps, after the last, and when the job is asked to stop "
         "(SIGTERM; under srun SIGUSR1 too): it then ends with status 75. With --out, a job "
-        "that Slurm or torchrun starts again goes on from the newest. auto: the interval "
+        "that Slurm or torchrun starts again continues from the newest. auto: the interval "
         "that loses the least time, by the measured seconds of a save and "
         "--interruptions-per-day",
     )
@@ -460,7 +461,7 @@ def _checkpoints(add: Add) -> None:
     add(
         "--save-async",
         action="store_true",
-        help="the steps go on while a checkpoint is written; only a copy in memory is waited for",
+        help="the steps continue while a checkpoint is written; only a copy in memory is waited for",
     )
     add(
         "--keep",
@@ -472,8 +473,8 @@ def _checkpoints(add: Add) -> None:
     add(
         "--resume",
         metavar="RUN",
-        help="go on from the newest checkpoint of a run folder, or from a checkpoint; its "
-        "options hold, and only how the job runs may be given anew: -n, --transport, "
+        help="continue from the newest checkpoint of a run folder, or from a checkpoint; its "
+        "options hold, and only options of how the job runs may change: -n, --transport, "
         "--device, --plan with its options, memory, more --steps (the end of the learning "
         "rate's schedule moves, its warm-up stays)",
     )

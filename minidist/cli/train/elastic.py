@@ -158,13 +158,13 @@ def check_elastic(args: Namespace) -> None:
     bounds(args.elastic)
     if args.node_limit is not None and args.expert_nodes is None:
         fail(
-            "--elastic: with --node-limit the choice of experts would change as nodes come and "
-            "go; say on how many nodes the experts count, with --expert-nodes 2"
+            "--elastic: with --node-limit the choice of experts would change with the number of "
+            "nodes; give the number of nodes for the experts, with --expert-nodes 2"
         )
     if args.asynchronous:
         fail(
-            "--elastic with --asynchronous is not offered: leave out --elastic; the servers go on "
-            "without a lost worker"
+            "--elastic with --asynchronous is not offered: leave out --elastic; the servers "
+            "continue without a lost worker"
         )
     if args.local_steps is not None:
         fail(
@@ -173,12 +173,12 @@ def check_elastic(args: Namespace) -> None:
         )
     if args.graph or args.strategy != "ddp":
         fail(
-            "--elastic: ranks come and go between steps of ddp; leave out --graph and other "
+            "--elastic: ranks join and leave between steps of ddp; leave out --graph and other "
             "strategies"
         )
     if args.transport not in (None, "auto", "tcp", "shm"):
         fail(
-            "--elastic: its ranks are processes that meet again after a loss, over auto, tcp or "
+            "--elastic: its ranks are processes that join again after a loss, over auto, tcp or "
             f"shm; --transport {args.transport} cannot"
         )
 

@@ -202,7 +202,7 @@ class Saver:
         if self._speaks and not self._told_late and self._pending is not None:
             say_line(
                 f"minidist train: the save after step {step} is put off: the disk still writes "
-                f"that of step {self._pending[0]}; the steps go on; save less often, or to a "
+                f"that of step {self._pending[0]}; the steps continue; save less often, or to a "
                 "faster disk"
             )
         self._told_late = True
@@ -251,7 +251,7 @@ class Saver:
             except CheckpointError as error:
                 self.saves.failed += 1
                 if self._speaks:
-                    say_line(f"minidist train: {error}; the run goes on")
+                    say_line(f"minidist train: {error}; the run continues")
                 return
         self._saved(step, time.perf_counter() - start)
 
@@ -305,7 +305,7 @@ class Saver:
         if not self._speaks:
             return AGAIN if there else 1
         where = (
-            f"; go on with `minidist train --resume {self.settings.out}`"
+            f"; continue with `minidist train --resume {self.settings.out}`"
             if there
             else "; no checkpoint is there"
         )

@@ -311,7 +311,7 @@ def check_batch(args: argparse.Namespace) -> None:
         if (getattr(args, option) or 1) > args.batch:
             fail(
                 f"--{option} {getattr(args, option)}: a step has "
-                f"{plural(args.batch, 'sequence')}; choose at most so many, or a larger --batch"
+                f"{plural(args.batch, 'sequence')}; choose at most as many, or a larger --batch"
             )
 
 
@@ -328,12 +328,12 @@ def check_ways(args: argparse.Namespace) -> None:
             str(steps) for steps in (args.steps - rest, args.steps - rest + every) if steps
         )
         fail(
-            f"--steps {args.steps}: with --local-steps {every} ranks meet after each {every} "
-            f"steps, and nothing would come of the last {rest}; choose {ways}"
+            f"--steps {args.steps}: with --local-steps {every} ranks exchange weights after each "
+            f"{every} steps, and the last {rest} would have no effect; choose {ways}"
         )
     if args.schedule in UPDATING and args.clip:
         fail(
-            f"--schedule {args.schedule}: each stage updates by itself after each microbatch, "
+            f"--schedule {args.schedule}: each stage updates separately after each microbatch, "
             "and no rank knows the norm of all gradients; add --clip 0"
         )
     if args.why and (
@@ -377,7 +377,8 @@ def check_verify(args: argparse.Namespace) -> None:
         return
     if args.local_steps is not None:
         fail(
-            "--verify: ranks that meet seldom equal no run of one process; leave out "
+            "--verify: ranks that exchange weights seldom do not equal a run of one process; "
+            "leave out "
             "--local-steps or --verify"
         )
     if args.compress != "none":
@@ -416,7 +417,7 @@ def out_folder(name: str | None, resume: Resumption | None) -> Path:
         out
     ):
         fail(
-            f"--out {out}: holds checkpoints of a run; go on with --resume {out}, or name "
+            f"--out {out}: holds checkpoints of a run; continue with --resume {out}, or name "
             "another folder"
         )
     return out
@@ -444,7 +445,7 @@ def mixture_of(args: argparse.Namespace, resume: Resumption | None = None) -> Mi
     if "expert_nodes" in given:
         if "node_limit" not in given:
             fail(
-                "--expert-nodes: on how many nodes the experts count matters for a limit alone; "
+                "--expert-nodes: the number of nodes for the experts matters only with a limit; "
                 "add --node-limit 1, or leave it out"
             )
         counts = tuple(map(int, given["expert_nodes"].split(",")))

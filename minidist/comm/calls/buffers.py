@@ -92,7 +92,7 @@ def check_lists(verb: str, x: Any, out: Any, size: int) -> None:
             )
     if out is not None and len(set(map(id, out))) < size:
         raise ShapeError(
-            f"{verb}: out= holds one array several times; pass an array of its own for each rank"
+            f"{verb}: out= has the same array several times; pass a separate array for each rank"
         )
 
 
@@ -195,7 +195,8 @@ class OutputArray:
         if _overlaps_itself(out):
             raise ShapeError(
                 f"{verb}: out= has shape {out.shape} and strides {out.strides}: elements of it "
-                "share memory and cannot all be written; pass an array of its own memory"
+                "share memory and cannot all be written; pass an array whose elements share no "
+                "memory"
             )
         self.target = out.view(np.ndarray)
 

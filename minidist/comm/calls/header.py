@@ -40,10 +40,12 @@ class CallHeader:
             there = theirs.where
         if here != there and group.guard.crossed(self._key[8:], src, here, there):
             warnings.warn(
-                f"rank {group.world_rank} at {here} meets rank {group.world_ranks[src]} at "
-                f"{there} in {self.signature.verb}, after they met the other way round: if they "
-                "make these two calls in another order, the values are mixed; give each call a "
-                "group of its own (split), or one place",
+                f"rank {group.world_rank} at {here} is paired with rank {group.world_ranks[src]} "
+                "at "
+                f"{there} in {self.signature.verb}, but an earlier call paired these places the "
+                "other way round: if the ranks make these two calls in different orders, their "
+                "values are mixed; give each call its own group (split), or make both calls in "
+                "one place",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -63,7 +63,7 @@ class GroupGuard:
         if os.getpid() != self._process:
             raise CommError(
                 f"process {os.getpid()} uses {self._name} of rank {self._rank}, which is process "
-                f"{self._process}, its parent; let that one communicate, or start more ranks"
+                f"{self._process}, its parent; call it from the parent, or start more ranks"
             )
         if self._closed:
             raise CommError(
@@ -87,9 +87,9 @@ class GroupGuard:
 
     def _refuse(self) -> None:
         raise CommError(
-            f"two threads of rank {self._rank} use {self._name} at once, the second is "
-            f"{threading.current_thread().name!r}; make its calls from one thread, or give each "
-            "thread a group of its own (split)"
+            f"two threads of rank {self._rank} use {self._name} at the same time, the second is "
+            f"{threading.current_thread().name!r}; make all calls from one thread, or give each "
+            "thread its own group (split)"
         )
 
 

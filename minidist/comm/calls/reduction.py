@@ -141,12 +141,12 @@ def reduction(op: str, dtype: np.dtype, size: int) -> Reduction:
     ]
     if op == "mean" and "prod" in taken and not (low or dtype.kind in "fc"):
         raise DtypeError(
-            f"op mean of {dtype} would have to round; cast to a float dtype, or take op sum"
+            f"op mean of {dtype} would have to round; cast to a float dtype, or use op sum"
         )
     if (op if op != "mean" else "prod") not in taken:
         raise DtypeError(
-            f"op {op} is not defined for dtype {dtype}, or gives another dtype; "
-            f"{'it takes ' + ', '.join(taken) if taken else 'cast to numbers first'}"
+            f"op {op} is not defined for dtype {dtype}, or its result has another dtype; "
+            f"{'use ' + ', '.join(taken) if taken else 'cast to numbers first'}"
         )
     return Reduction(op, dtype, total, total if low else None, size)
 

@@ -26,7 +26,8 @@ from minidist.comm.collectives.naive import in_workspace
 
 
 def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Parts of one shape, part d for rank d; returns the parts for this rank, by source."""
+    """Exchange parts of one shape; part d is for rank d. Return the parts for this rank, by
+    source."""
     # by how far they have to go
     slots = [parts[(group.rank + far) % group.size] for far in range(group.size)]
     jump = 1
@@ -38,7 +39,7 @@ def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[
         for far, part in zip(jumping, arrived, strict=True):
             slots[far] = part
         jump *= 2
-    # slot k came from k ranks back
+    # slot k is from k ranks before
     return [slots[(group.rank - src) % group.size] for src in range(group.size)]
 
 

@@ -32,8 +32,8 @@ from minidist.comm.collectives.blocking import BlockingGroup
 
 
 def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over 2^k ranks: exchange one half of what is left with a partner, add, and
-    so on; then back."""
+    """Return the sum of x (n,) over 2^k ranks: exchange one half of the remaining part with a
+    partner, add, and repeat; then back."""
     total = x.copy()
     start = 0
     stop = len(x)

@@ -32,8 +32,8 @@ from minidist.comm.collectives.subset_call import SubsetCall
 def plain_all_reduce(
     node: BlockingGroup, leaders: BlockingGroup | None, x: np.ndarray
 ) -> np.ndarray:
-    """The sum of x over all ranks; `node`: the ranks of this machine, `leaders`: their first ranks,
-    None elsewhere."""
+    """Return the sum of x over all ranks; `node`: the ranks of this machine, `leaders`: the
+    machines' first ranks, None on other ranks."""
     total = tree.plain_reduce(node, x, root=0)  # inside
     if leaders is not None:
         total = ring.plain_all_reduce(leaders, total)  # between machines: one rank of each

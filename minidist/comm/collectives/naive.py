@@ -20,7 +20,8 @@ from minidist.comm.collectives.blocking import BlockingGroup
 
 
 def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
-    """All arrays go to rank 0, which adds them and sends the sum back to each rank."""
+    """Return the sum: all arrays go to rank 0, which adds them and sends the sum back to each
+    rank."""
     total = x.copy()
     if group.rank == 0:
         for src in range(1, group.size):

@@ -22,8 +22,8 @@ from minidist.comm.collectives.blocking import BlockingGroup
 
 
 def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Part d is for rank d: another partner in each step. Returns the parts for this rank, by
-    source."""
+    """Exchange parts with one partner per step; part d is for rank d. Return the parts for this
+    rank, by source."""
     received = list(parts)  # the own part stays where it is
     for step in range(1, group.size):
         dst = (group.rank + step) % group.size
@@ -33,8 +33,8 @@ def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[
 
 
 def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over the ranks: each adds one chunk for all, and sends every rank the
-    sum."""
+    """Return the sum of x (n,) over the ranks: each rank adds one chunk for all, and sends the sum
+    to every rank."""
     own = np.sum(plain_all_to_all(group, np.array_split(x, group.size)), axis=0)
     return np.concatenate(plain_all_to_all(group, [own] * group.size))
 

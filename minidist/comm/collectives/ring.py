@@ -46,13 +46,13 @@ def plain_all_gather(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
     next_rank = (group.rank + 1) % group.size
     prev_rank = (group.rank - 1) % group.size
     for step in range(group.size - 1):
-        outgoing = (group.rank - step) % group.size  # first the own one, then what came last
+        outgoing = (group.rank - step) % group.size  # first its own, then what arrived last
         incoming = (group.rank - step - 1) % group.size
         chunks[incoming] = group.exchange(chunks[outgoing], dst=next_rank, src=prev_rank)
 
 
 def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over the ranks, on every rank: the two halves, one after the other."""
+    """Return the sum of x (n,) over the ranks, on every rank: reduce-scatter, then all-gather."""
     chunks = np.array_split(x.copy(), group.size)
     plain_reduce_scatter(group, chunks)
     plain_all_gather(group, chunks)

@@ -168,8 +168,8 @@ def choose(
         return "shared"
     if algorithm == "shared" and not board and size > 1:
         raise ConfigError(
-            f"{verb}: algorithm shared is for ranks that share memory, those of one host on auto "
-            "or shm; choose auto, or another"
+            f"{verb}: algorithm shared needs ranks that share memory: ranks of one host, with "
+            "transport auto or shm; choose algorithm auto, or another"
         )
     if algorithm == "auto":
         usual = _usual(verb, nbytes, size, tiers)

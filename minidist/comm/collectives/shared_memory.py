@@ -38,8 +38,8 @@ from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES
 
 
 def plain_all_reduce(group: SharingGroup, x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over ranks that see each other's memory: show, add one chunk, show the sum,
-    copy all sums."""
+    """Return the sum of x (n,) over ranks that see each other's memory: show, add one chunk, show
+    the sum, copy all sums."""
     shown = group.show(x)  # all wait for all
     own = np.sum([np.array_split(theirs, group.size)[group.rank] for theirs in shown], axis=0)
     return np.concatenate(group.show(own))  # all wait for all

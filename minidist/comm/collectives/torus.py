@@ -30,8 +30,8 @@ from minidist.comm.collectives.subset_call import SubsetCall
 
 
 def plain_all_reduce(row: BlockingGroup, column: BlockingGroup, x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over a grid of ranks: a ring in the row, one in the column, and the row's
-    once more."""
+    """Return the sum of x (n,) over a grid of ranks: a ring in the row, one in the column, and the
+    row's once more."""
     chunks = np.array_split(x.copy(), row.size)
     ring.plain_reduce_scatter(row, chunks)  # the row's sum of chunk row.rank
     chunks[row.rank] = ring.plain_all_reduce(column, chunks[row.rank])

@@ -53,8 +53,8 @@ class Backwards:
 
 
 def plain_part(rings: Sequence[Any], x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over a box of ranks, whose rings through this rank are given: the first
-    one's dim first."""
+    """Return the sum of x (n,) over a box of ranks; `rings` are the rings through this rank, the
+    first dim's first."""
     if not rings:
         return x
     first, *others = rings
@@ -66,8 +66,8 @@ def plain_part(rings: Sequence[Any], x: np.ndarray) -> np.ndarray:
 
 
 def plain_all_reduce(rings: Sequence[BlockingGroup], x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over a box of ranks: each of 2 D parts begins with another dim or goes the
-    other way round."""
+    """Return the sum of x (n,) over a box of ranks: each of 2 D parts begins with another dim or
+    runs in the other direction."""
     sums = []
     for number, part in enumerate(np.array_split(x, 2 * len(rings))):
         turned = [*rings[number // 2 :], *rings[: number // 2]]

@@ -29,8 +29,8 @@ from minidist.comm.collectives.naive import in_workspace
 
 
 def plain_broadcast(group: BlockingGroup, x: np.ndarray | None, root: int) -> np.ndarray | None:
-    """In each step every rank that has the root's array passes it on, so that twice as many have
-    it."""
+    """Broadcast the root's array: in each step every rank that has it sends it on, so that twice as
+    many ranks have it."""
     # places count from the root
     place = (group.rank - root) % group.size
     distance = 1
@@ -44,8 +44,8 @@ def plain_broadcast(group: BlockingGroup, x: np.ndarray | None, root: int) -> np
 
 
 def plain_reduce(group: BlockingGroup, x: np.ndarray, root: int) -> np.ndarray:
-    """The same messages the other way round: sums meet at the root, where the result is the sum of
-    all."""
+    """Reduce by the messages of the broadcast in the opposite order and direction; return the sum
+    on the root."""
     place = (group.rank - root) % group.size
     total = x.copy()
     distance = 1 << (group.size - 1).bit_length() >> 1  # the last of the broadcast

@@ -203,7 +203,7 @@ class Profile:
             computation = tuple(ComputationCost(**entry) for entry in value.get("computation", ()))
         except (TypeError, ConfigError) as error:
             raise ConfigError(
-                "its computation has not just the numbers that calibrate writes"
+                "its computation must have exactly the numbers that calibrate writes"
             ) from error
         return cls([_link(entry) for entry in links], value["machine"], computation)
 
@@ -213,12 +213,12 @@ def _link(entry: Any) -> LinkCost:
     if isinstance(entry, dict):
         entry = {"call": 0.0, "pair": entry.get("call", 0.0), **entry}  # an older profile has none
     if not isinstance(entry, dict) or set(entry) != names:
-        raise ConfigError(f"a link has not just {', '.join(sorted(names))}")
+        raise ConfigError(f"a link must have exactly the fields {', '.join(sorted(names))}")
     numbers = [entry[name] for name in names - {"link"}]
     if not isinstance(entry["link"], str) or not all(
         type(number) in (int, float) and 0 <= number < 1e300 for number in numbers
     ):
-        raise ConfigError(f"a number of link {entry['link']!r} is none, or below 0")
+        raise ConfigError(f"a number of link {entry['link']!r} is missing or below 0")
     if type(entry["ranks"]) is not int:
         raise ConfigError(
             f"link {entry['link']!r} has {entry['ranks']!r} ranks, which is no whole number"

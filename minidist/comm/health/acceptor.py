@@ -137,7 +137,7 @@ class Acceptor:
                     "%s: %s%s",
                     self._name,
                     error,
-                    " (no more refusals are told)" * (self._refused == TOLD),
+                    " (no more refusals are reported)" * (self._refused == TOLD),
                 )
             sock.close()
         finally:
@@ -150,7 +150,9 @@ class Acceptor:
         PeerLostError if it was."""
         with self._lock:
             if self._closed or sock not in self.strangers:
-                raise PeerLostError(f"{wire.address_of(sock)} was sent away, and may call again")
+                raise PeerLostError(
+                    f"{wire.address_of(sock)} was turned away; it may connect again"
+                )
             del self.strangers[sock]
             self._proven.add(sock)
 
@@ -192,8 +194,8 @@ def plain_address(text: str) -> str:
     address = text.removeprefix("[").removesuffix("]")
     if address.lower().startswith("fe80:"):
         raise LaunchError(
-            f"{text} is a link-local address, which leads nowhere without a network card's name; "
-            "give the host's name or another address of it (`ip address`)"
+            f"{text} is a link-local address, which needs a network card's name; give the host's "
+            "name or another of its addresses (`ip address`)"
         )
     return address
 
@@ -255,10 +257,10 @@ def connect_to_monitor(
     except PeerLostError as error:
         if begun:
             raise PeerLostError(
-                f"{name} finds the job's monitor at {wire.written(address)} gone ({error})"
+                f"{name} has lost the job's monitor at {wire.written(address)} ({error})"
             ) from error
         no_way = isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_WAY
-        when = "and this host has no way there" if no_way else f"within {limit:g} s"
+        when = "and this host has no route to it" if no_way else f"within {limit:g} s"
         raise TimeoutError(
             f"{name} could not reach the job's monitor at {wire.written(address)} {when} ({error})"
         ) from error

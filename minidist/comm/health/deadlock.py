@@ -25,8 +25,8 @@ from minidist.comm.signature import mismatch
 States = Mapping[int, State]
 
 LONG_PACKETS = (
-    "if short messages pass, a link between these hosts takes only shorter packets (its MTU) "
-    "and does not tell; as root, on each host: ip link set dev eth0 mtu 1200, or sysctl "
+    "if short messages pass, a link between these hosts drops longer packets (its MTU is smaller) "
+    "without an error; as root, on each host: ip link set dev eth0 mtu 1200, or sysctl "
     "net.ipv4.tcp_mtu_probing=1"
 )
 """The possible cause if packets are never acknowledged."""
@@ -107,7 +107,7 @@ def verdict(nodes: list[WaitingRank], states: States, ended: States) -> Verdict:
         steps.append(f"rank {last} has ended")
     return Verdict(
         "DeadlockError",
-        "\n".join([f"no rank can go on: {', '.join(steps)}", *_lines(nodes)]),
+        "\n".join([f"no rank can continue: {', '.join(steps)}", *_lines(nodes)]),
         ranks,
     )
 

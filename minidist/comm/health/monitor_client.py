@@ -106,9 +106,9 @@ class MonitorClient(WaitListener):
             missing = self._answer("missing", ANSWER_LIMIT)
             raise TimeoutError(
                 f"rank {self.world_rank} waited {self.limit:g} s for all {self.world_size} ranks "
-                "to meet"
+                "to join"
                 + (
-                    f"; {listed(missing)} did not come"
+                    f"; {listed(missing)} did not join"
                     if missing
                     else "; the monitor does not answer"
                 )
@@ -292,7 +292,7 @@ class MonitorClient(WaitListener):
             )
         return Failure.here(
             self.world_rank,
-            f"{lost}: it was cut, or the launcher, or rank 0's host, is gone or out of reach",
+            f"{lost}: it was cut, or the launcher or rank 0's host has ended or cannot be reached",
         )
 
     def _take(self, frame: dict[str, Any]) -> None:

@@ -202,7 +202,7 @@ class Watchdog:
             first = covered[0]
             silent = isinstance(error, OSError | None) and not isinstance(error, CommError)
             why = (
-                f"nothing was heard of it for {SILENCE:g} s"
+                f"it sent nothing for {SILENCE:g} s"
                 if silent
                 else f"its node agent (process {agent.pid}) is gone ({error})"
             )

@@ -111,7 +111,7 @@ class ThreadJob:
                 self.running -= set(range(rank, self.size))
                 raise LaunchError(
                     f"rank {rank} of {self.size} cannot be started as a thread ({error}); see "
-                    "`ulimit -v` and `ulimit -u`, or take fewer ranks"
+                    "`ulimit -v` and `ulimit -u`, or start fewer ranks"
                 ) from error
 
     def run_rank(self, rank: int) -> None:

@@ -64,7 +64,7 @@ def stopped(flights: Sequence[RankFlight]) -> list[Fault]:
             "(state T)",
             (last_words(flight),),
             CERTAIN,
-            f"`kill -CONT {flight.pid}` lets it go on",
+            f"`kill -CONT {flight.pid}` lets it continue",
         )
         for flight in flights
         if flight.process == STOPPED

@@ -127,7 +127,7 @@ def drifted(table: StepTable) -> list[Fault]:
                     ),
                     POSSIBLE if tie else CERTAIN,
                     "load the newest checkpoint from before; look for an update, a random "
-                    "number or a sum that one rank makes alone, and at its memory",
+                    "number or a sum that only one rank makes, and at its memory",
                 )
             ]
     return []

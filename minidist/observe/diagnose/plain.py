@@ -25,25 +25,25 @@ Link = tuple[int, int]
 
 
 def plain_behind(calls: dict[int, int]) -> list[int]:
-    """The ranks that the others wait for; calls: {rank: the number of its last call}."""
+    """Return the ranks that the others wait for; calls: {rank: the number of its last call}."""
     newest = max(calls.values())
     return [rank for rank, last in calls.items() if last < newest]
 
 
 def plain_waited_for(arrivals: np.ndarray, share: float = 0.2, most: float = 0.5) -> int | None:
-    """The rank that is late in most steps; arrivals: (steps, ranks), when each came to the call of
-    the step."""
+    """Return the rank that is late in most steps; arrivals (steps, ranks): when each rank arrived
+    at the call of the step."""
     ordered = np.sort(arrivals, axis=1)
     step = np.median(np.diff(ordered[:, -1]))  # seconds
-    delay = ordered[:, -1] - ordered[:, -2]  # how long the last rank alone holds up the others
+    delay = ordered[:, -1] - ordered[:, -2]  # how long only the last rank delays the others
     last = arrivals.argmax(axis=1)[delay > share * step]
     times = np.bincount(last, minlength=arrivals.shape[1])
     return int(times.argmax()) if times.max() > most * len(arrivals) else None
 
 
 def plain_slow_link(seconds: dict[Link, list[float]], times: float = 2.0) -> Link | None:
-    """The link whose messages take `times` as long as those of most others; {(src, dst): seconds of
-    its messages}."""
+    """Return the link whose messages take `times` as long as those of most others; seconds: {(src,
+    dst): seconds of its messages}."""
     # a busy core is never early
     quick = {link: float(np.quantile(some, 0.25)) for link, some in seconds.items()}
     slowest = max(quick, key=lambda link: quick[link])
@@ -52,12 +52,12 @@ def plain_slow_link(seconds: dict[Link, list[float]], times: float = 2.0) -> Lin
 
 
 def plain_growth(memory: np.ndarray) -> float:
-    """Bytes a step by which a rank's memory grows in most steps; memory: (steps,), bytes after each
-    step."""
+    """Return the bytes per step by which a rank's memory grows in most steps; memory (steps,):
+    bytes after each step."""
     return float(np.median(np.diff(memory)))  # one large array is one step of many
 
 
 def plain_first_bad(bad: list[tuple[int, float, int, str]]) -> tuple[int, str] | None:
-    """The rank and layer of the first number that is not finite; bad: (step, moment, rank, layer)
-    of all ranks."""
+    """Return the rank and layer of the first number that is not finite; bad: (step, moment, rank,
+    layer) of all ranks."""
     return min(bad)[2:] if bad else None  # sums over ranks carry it to all others

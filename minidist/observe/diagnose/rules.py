@@ -59,7 +59,7 @@ def diagnose(
     told = (
         summary(flights)
         if flights
-        else f"{ranks_text(table.ranks)}, by the records of their steps alone: no flight "
+        else f"{ranks_text(table.ranks)}, only by the records of their steps: no flight "
         "recorder is here"
     )
     return Diagnosis([*numbers, *broken, *late, *grown, *skewed(flights), *missing(flights)], told)

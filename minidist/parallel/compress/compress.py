@@ -76,7 +76,7 @@ def plain_compressed_ddp(
             values = group.all_gather(residual[chosen], algorithm="ring")
             residual[chosen] = 0  # 4 the others stay here
             gradient[...] = 0
-            # 5 the sum, in rank order: alike on all
+            # 5 the sum, in rank order: the same on all
             np.add.at(gradient.reshape(-1), places, values)
         optimizer.step()
         optimizer.zero_grad()
@@ -136,7 +136,7 @@ def _options(text: str, rest: str, make: Callable[..., Scheme]) -> dict[str, Any
         if option not in known or not equals:
             takes = f"takes {', '.join(known)}" if known else "takes none"
             raise ConfigError(
-                f"compress {text!r}: {pair!r} is no option=value; {text.partition(':')[0]} {takes}"
+                f"compress {text!r}: {pair!r} is not option=value; {text.partition(':')[0]} {takes}"
             )
         if option in options:
             raise ConfigError(f"compress {text!r}: option {option} stands there twice")

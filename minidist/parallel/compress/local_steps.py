@@ -103,7 +103,7 @@ def plain_diloco(
             continue
         share = len(part.inputs) / len(inputs)
         for p, weights, speed in zip(model.parameters(), common, speeds, strict=True):
-            # the mean way since we met
+            # the mean change since the last exchange
             gradient = group.all_reduce(share * (weights - p.data), algorithm="ring")
             speed *= momentum
             speed += gradient
@@ -178,8 +178,8 @@ class LocalSteps(Strategy):
     ) -> None:
         if every < 1 or every % fragments:
             raise ConfigError(
-                f"local steps {every}, fragments {fragments}: each fragment travels once in so "
-                "many steps; take a whole number of steps for each, as "
+                f"local steps {every}, fragments {fragments}: each fragment is sent once in "
+                f"{every} steps; choose steps that fragments divides, as "
                 f"{max(1, every // fragments)} × {fragments}"
             )
         self.model = model
@@ -193,8 +193,8 @@ class LocalSteps(Strategy):
         self.weights = self.parameters = trainable(model.parameters())
         if len({p.dtype for p in self.weights}) > 1:
             raise ConfigError(
-                "local steps: weights of several dtypes do not fit in one vector; give all one "
-                "dtype"
+                "local steps: weights of several dtypes do not fit in one vector; give all "
+                "weights one dtype"
             )
         self.own = join(self.weights)
         settle_in_vector(self.weights)

@@ -51,7 +51,7 @@ class OneBitAdam(TwoPhase):
         super().__init__("1-bit", Sign(block), feedback=True)
         if warmup < 1:
             raise ConfigError(
-                f"compress 1-bit: warmup={warmup}; the variance comes from the warm-up, so "
+                f"compress 1-bit: warmup={warmup}; the variance is measured in the warm-up; "
                 "choose 1 or more updates"
             )
         self.warmup = warmup

@@ -199,7 +199,8 @@ def make(
             )
     if not 2 <= block <= 1 << 20 or block % 2:
         raise ConfigError(
-            f"compress {name}: block={block}; a scale is for an even number from 2 to {1 << 20}"
+            f"compress {name}: block={block}; a block has an even number of elements, from 2 to "
+            f"{1 << 20}"
         )
     codec = Quantiser(BITS[name], block=block, book=book, rounding=rounding)
     return TwoPhase(

@@ -64,12 +64,13 @@ class StreamingLocalSteps(LocalSteps):
     ) -> None:
         if not 0 <= delay < every:
             raise ConfigError(
-                f"delay {delay}: a fragment is mixed in before it sets out again, {every} steps "
-                f"later; take 0 to {every - 1}"
+                f"delay {delay}: a fragment must be mixed in before it is sent again, {every} "
+                f"steps later; choose 0 to {every - 1}"
             )
         if not 0 <= mix < 1:
             raise ConfigError(
-                f"mix {mix}: of a rank's own weights a part from 0 to less than 1 stays"
+                f"mix {mix}: it is the part of a rank's own weights that stays; choose 0 to less "
+                "than 1"
             )
         super().__init__(model, group, every=every, fragments=fragments, **options)
         self.delay = delay

@@ -80,7 +80,8 @@ from minidist.parallel.context.token_shard import zigzag as zigzag
 
 
 def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: Group) -> Array:
-    """Ring attention, forward, of one head: (own, D) three times, positions (own,) -> (own, D)."""
+    """Return ring attention's forward of one head: (own, D) three times, positions (own,) -> (own,
+    D)."""
     next_rank = (group.rank + 1) % group.size
     prev_rank = (group.rank - 1) % group.size
     # seen: where these keys stand
@@ -186,8 +187,8 @@ def ring_attention(
     if q.shape[2] != own:
         raise ShapeError(
             f"ring_attention: {group.axis} rank {group.rank} of {group.size} has {q.shape[2]} "
-            f"tokens, but of a sequence of {length} it should have {own}; cut it as "
-            "zigzag(length, rank, size) says"
+            f"tokens, but of a sequence of {length} it should have {own}; cut the sequence by "
+            "zigzag(length, rank, size)"
         )
     fused = fits_kernel(q)
     scaled = q if fused else scaled_queries(q)
@@ -252,8 +253,8 @@ class RingSelfAttention(TokenShardAttention):
         if self.pattern is not None:
             raise ConfigError(
                 "ring_attention: the model has the attention pattern "
-                f"{shown_pattern(self.pattern)}, and keys would go where no query sees them; cut "
-                "it by sparse_ring_attention.py"
+                f"{shown_pattern(self.pattern)}, and the ring would send keys to ranks where no "
+                "query sees them; use sparse_ring_attention.py"
             )
         self.own = partial(zigzag, rank=group.rank, size=group.size)
 

@@ -60,9 +60,9 @@ from minidist.parallel.tensor.tensor_parallel import TensorParallel
 def plain_sequence_mlp(
     x: Array, up: Array, down: Array, bias: Array, dy: Array, group: Group
 ) -> tuple[Array, ...]:
-    """Chapter 12's MLP where x and dy are this rank's tokens (own, h), alike on all ranks: y, dx,
-    and the gradients."""
-    whole_x = group.all_gather(x, algorithm="ring")  # f: all tokens come together
+    """Run chapter 12's MLP where x and dy are this rank's tokens (own, h), equally many on all
+    ranks: return y, dx, and the gradients of `up`, `down` and `bias`."""
+    whole_x = group.all_gather(x, algorithm="ring")  # f: gather all tokens
     inner = whole_x @ up
     active = np.maximum(inner, 0)
     # g: the sums of the own tokens

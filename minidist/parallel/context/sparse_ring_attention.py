@@ -70,8 +70,8 @@ from minidist.parallel.context.token_shard import (
 def plain_window_attention(
     q: Array, k: Array, v: Array, positions: Array, length: int, window: int, group: Group
 ) -> Array:
-    """Attention of one head to the last `window` tokens: (own, D) three times, positions (own,) ->
-    (own, D)."""
+    """Return attention of one head to the last `window` tokens: (own, D) three times, positions
+    (own,) -> (own, D)."""
     keys = [k]
     values = [v]
     places = [positions]
@@ -123,8 +123,8 @@ def sparse_ring_attention(
     if q.shape[2] != own:
         raise ShapeError(
             f"sparse_ring_attention: {group.axis} rank {group.rank} of {group.size} has "
-            f"{q.shape[2]} tokens, but of a sequence of {length} it should have {own}; cut it as "
-            "zigzag(length, rank, size) says"
+            f"{q.shape[2]} tokens, but of a sequence of {length} it should have {own}; cut the "
+            "sequence by zigzag(length, rank, size)"
         )
     fused = fits_kernel(q)
     scaled = q if fused else scaled_queries(q)
@@ -216,8 +216,9 @@ def attend_by_pieces(model: GPT, group: Group) -> OwnTokens:
     """
     if model.config.attention_pattern is None:
         raise ConfigError(
-            "sparse_ring_attention: the model has no attention pattern, and each query sees all keys "
-            'before it; give one (attention_pattern="local:256"), or cut it by ring_attention.py'
+            "sparse_ring_attention: the model has no attention pattern, and each query sees all "
+            "keys "
+            'before it; give one (attention_pattern="local:256"), or use ring_attention.py'
         )
     for block in model.blocks:
         block.attention = SparseRingSelfAttention(block.attention, group)

@@ -52,8 +52,8 @@ from minidist.parallel.context.token_shard import OwnTokens, TokenShardAttention
 
 
 def plain_ulysses(q: Array, k: Array, v: Array, group: Group) -> Array:
-    """Causal attention by two swaps: (own, H, D) three times -> (own, H, D); rank r has run r of
-    the tokens."""
+    """Return causal attention by two swaps: (own, H, D) three times -> (own, H, D); rank r has run
+    r of the tokens."""
     # own tokens, all heads
     came = [group.all_to_all(np.array_split(x, group.size, axis=1)) for x in (q, k, v)]
     q, k, v = (np.concatenate(parts) for parts in came)  # all tokens, own heads
@@ -111,7 +111,7 @@ def attend_by_heads(model: GPT, group: Group) -> OwnTokens:
             raise PlanError(
                 f"all-to-all attention over {group.axis}={group.size} ranks: {heads} heads leave "
                 f"a rank without any; choose 1 to {heads} ranks, or at least {group.size} heads, "
-                "or ring attention, which takes any number of ranks"
+                "or ring attention, which runs on any number of ranks"
             )
         block.attention = UlyssesSelfAttention(block.attention, group)
     return partial(shard_of, group=group)

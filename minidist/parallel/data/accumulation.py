@@ -47,7 +47,7 @@ from minidist.parallel.step.step import Batch, micro_parts, part_of
 def plain_accumulation(
     model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch], passes: int
 ) -> None:
-    """Each global batch in several passes, on any number of ranks."""
+    """Train on each global batch in several passes, on any number of ranks."""
     for inputs, targets in batches:
         # this rank's rows of the batch
         mine = part_of((inputs, targets), size=group.size, rank=group.rank)

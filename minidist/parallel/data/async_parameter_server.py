@@ -62,7 +62,8 @@ class AsyncParameterServer(ParameterServer):
     ) -> None:
         if staleness is not None and staleness < 0:
             raise ConfigError(
-                f"staleness {staleness}: a worker is 0 or more steps ahead of the slowest, or None"
+                f"staleness {staleness}: it is how many steps a worker may be ahead of the "
+                "slowest; choose 0 or more, or None for no bound"
             )
         self.staleness = staleness
         super().__init__(model, group, servers=servers, loss=loss, recorder=recorder)
@@ -135,8 +136,9 @@ class AsyncParameterServer(ParameterServer):
     def _require_unfinished(self) -> None:
         if self._finished:
             raise ConfigError(
-                f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
-                f"evaluate and take the weights of an asynchronous run after its last step"
+                f"worker {self.group.rank} of {self.workers} has finished and makes no more "
+                "steps; evaluate or read the weights of an asynchronous run only after its last "
+                "step"
             )
 
     def _check_unchanged(self, optimizer: Optimizer) -> None:
@@ -150,9 +152,8 @@ class AsyncParameterServer(ParameterServer):
         if changed or frozen:
             what = f"the optimizer's {changed[0]}" if changed else f"requires_grad of {frozen[0]!r}"
             raise ConfigError(
-                f"asynchronous servers: {what} was changed, which the servers do not "
-                f"learn while they serve; set it before the first step, or take "
-                f"synchronous servers"
+                f"asynchronous servers: {what} was changed, but running servers do not get the "
+                "change; set it before the first step, or use synchronous servers"
             )
 
     def finish(self) -> set[int]:

@@ -63,7 +63,7 @@ def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Paramet
     """
     if bucket_bytes <= 0:
         raise ConfigError(
-            f"bucket_bytes={bucket_bytes}: a bucket holds at least one byte; take 1 MiB = {1 << 20}"
+            f"bucket_bytes={bucket_bytes}: a bucket has at least one byte; choose 1 MiB = {1 << 20}"
         )
     runs: list[list[Parameter]] = []
     room = -math.inf
@@ -233,7 +233,7 @@ class BucketOrder:
             )
         if self._idle or not self._missing[index]:
             raise GradientError(
-                f"{self.who}: a gradient for {parameter.name!r} outside a step; go backward by "
+                f"{self.who}: a gradient for {parameter.name!r} outside a step; run backward by "
                 f"{self.by}, with the sum of the losses"
             )
         self.completed.append(parameter)

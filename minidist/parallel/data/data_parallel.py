@@ -73,8 +73,8 @@ from minidist.parallel.step.strategy import Strategy
 def plain_data_parallel(
     replicas: Sequence[Module], optimizer: Optimizer, batches: Iterable[Batch]
 ) -> float:
-    """DP on devices that work one after the other: replicas[0] learns, the others are overwritten
-    in every step."""
+    """Train by DP on devices that work one after the other: replicas[0] learns, the others are
+    overwritten in every step. Return the last loss."""
     for inputs, targets in batches:
         parts = np.array_split(inputs, len(replicas))  # DP 1: rows for each device
         for replica in replicas[1:]:
@@ -206,7 +206,8 @@ class DataParallel(Strategy):
         if replicas < 1 or len(recorders) not in (0, replicas) or len(gpus) not in (0, replicas):
             raise ConfigError(
                 f"DataParallel: {replicas} replicas, {len(recorders)} recorders and {len(gpus)} "
-                "GPUs; take at least one replica, and a recorder or a GPU for each or none"
+                "GPUs; give at least one replica, and as many recorders and GPUs as replicas, or "
+                "none"
             )
         self.model = model
         self.forward = forward
@@ -314,7 +315,7 @@ class DataParallel(Strategy):
             micro for micro in micro_parts(Part(*batch, first=0), accumulate) if len(micro.inputs)
         ]
         if not micros:
-            raise ConfigError("DataParallel.step: the batch has no row; give it at least one")
+            raise ConfigError("DataParallel.step: the batch has no row; pass at least one")
         threads = [
             threading.Thread(
                 target=self._replica,

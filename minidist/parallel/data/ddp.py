@@ -69,8 +69,8 @@ from minidist.parallel.step.strategy import Collective, DataAxis
 
 
 def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch]) -> None:
-    """DDP without buckets and without overlap; the batches are global, the numbers those of
-    N0:403."""
+    """Train by DDP without buckets and without overlap; batches are global, the numbers are those
+    of N0:403."""
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)  # 2 my part of the data
         loss = model.loss(part.inputs, part.targets, divisor=targets.size)  # 3 forward

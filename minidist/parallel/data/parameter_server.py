@@ -76,8 +76,8 @@ from minidist.parallel.step.strategy import Strategy
 
 
 def plain_worker(model: GPT, group: Group, workers: int, batches: Iterable[Batch]) -> None:
-    """A worker of one server, which is rank `workers` of the group: push every gradient, pull every
-    weight."""
+    """Run a worker of one server, which is rank `workers` of the group: push every gradient, pull
+    every weight."""
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=workers, rank=group.rank)
         model.loss(part.inputs, part.targets, divisor=targets.size).backward()
@@ -89,7 +89,8 @@ def plain_worker(model: GPT, group: Group, workers: int, batches: Iterable[Batch
 
 
 def plain_server(model: GPT, optimizer: Optimizer, group: Group, workers: int, steps: int) -> None:
-    """Its server: add up what all workers push, update, and answer all of them."""
+    """Run the server of plain_worker: add up what all workers push, update, and answer all of
+    them."""
     for _ in range(steps):
         for p in model.parameters():
             p.grad = sum(group.recv(src=worker) for worker in range(workers))
@@ -150,7 +151,7 @@ class ParameterServer(Strategy):
         if self.workers < 1:
             raise ConfigError(
                 f"{servers} parameter servers in a job of {group.size} ranks leave no worker; "
-                "start more ranks, or take fewer servers"
+                "start more ranks, or use fewer servers"
             )
         self.masters_apart = server_dtype is not None
         self.serves = group.rank >= self.workers
@@ -370,7 +371,7 @@ class ParameterServer(Strategy):
             if error.world_rank not in ranks:
                 raise
             raise PeerLostError(
-                f"parameter server {ranks.index(error.world_rank)} of {self.servers} is lost, "
-                f"and with it its keys: {error}",
+                f"parameter server {ranks.index(error.world_rank)} of {self.servers} is lost, and "
+                f"its keys with it: {error}",
                 error.world_rank,
             ) from error

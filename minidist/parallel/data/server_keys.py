@@ -38,8 +38,8 @@ def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:
     """
     if not 1 <= servers <= len(sizes):
         raise ConfigError(
-            f"{servers} parameter servers for {len(sizes)} keys: each server has at least one key; "
-            f"take 1 to {len(sizes)} servers"
+            f"{servers} parameter servers for {len(sizes)} keys: each server has at least one "
+            f"key; use 1 to {len(sizes)} servers"
         )
     loads = [0] * servers
     shares: list[list[int]] = [[] for _ in range(servers)]

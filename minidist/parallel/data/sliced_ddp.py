@@ -189,7 +189,7 @@ class SlicedDDP(DDP):
         numbers = slice_bytes // data.itemsize
         if numbers < 1:
             raise ConfigError(
-                f"SlicedDDP: slice_bytes={slice_bytes}; a slice holds at least one number, "
+                f"SlicedDDP: slice_bytes={slice_bytes}; a slice has at least one number, "
                 f"{data.itemsize} bytes"
             )
         return [
@@ -241,8 +241,8 @@ class SlicedDDP(DDP):
         ConfigError for a clip."""
         if clip is not None:
             raise ConfigError(
-                "SlicedDDP: clip needs the norm of the whole gradient, and so all sums before "
-                "the first update; leave clip out, or take DDP"
+                "SlicedDDP: clip needs the norm of the whole gradient, which is known only after "
+                "all sums, but layers update earlier; leave clip out, or use DDP"
             )
         for index, bucket in enumerate(self.buckets):
             self._late[index] = partial(self._arrive, index, optimizer, lr)

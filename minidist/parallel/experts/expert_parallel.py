@@ -65,13 +65,14 @@ from minidist.parallel.step.model_axis import ModelAxis
 def plain_experts(
     x: Array, chosen: Array, weight: Array, my_expert: Callable[[Array], Array], group: Group
 ) -> Array:
-    """One expert a rank, one expert a token: rows x (N, h), chosen (N,), weight (N,) -> (N, h)."""
+    """Run one expert per rank, one expert per token: rows x (N, h), chosen (N,), weight (N,) -> (N,
+    h)."""
     order = np.argsort(chosen, kind="stable")  # rows by expert
     ends = np.cumsum(np.bincount(chosen, minlength=group.size))
     came = group.all_to_all(np.split(x[order], ends[:-1]))  # they go to their experts
     results = my_expert(np.concatenate(came))
     ends = np.cumsum([len(rows) for rows in came])
-    back = group.all_to_all(np.split(results, ends[:-1]))  # and come home
+    back = group.all_to_all(np.split(results, ends[:-1]))  # and return
     y = np.empty_like(x)
     y[order] = np.concatenate(back)  # each in its token's place
     return weight[:, None] * y
@@ -101,8 +102,8 @@ def expert_parallel(model: GPT, group: Group, *, once_a_node: bool = True) -> GP
         )
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
         raise ConfigError(
-            "expert parallelism: the model's weights are drawn already; divide it first, so "
-            "that each rank draws its part alone"
+            "expert parallelism: the model's weights are drawn already; divide it first, so that "
+            "each rank draws only its part"
         )
     for layer in layers:
         if layer.config.experts < group.size:

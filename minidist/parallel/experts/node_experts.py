@@ -59,8 +59,8 @@ from minidist.parallel.experts.split_experts import SplitExperts
 def plain_node_experts(
     x: Array, weights: Array, my_expert: Callable[[Array], Array], across: Group, inside: Group
 ) -> Array:
-    """Nodes of equal size, one expert a rank: rows x (N, h), weights (N, ranks), 0 if not chosen ->
-    (N, h).
+    """Run one expert per rank on nodes of equal size: rows x (N, h), weights (N, ranks), 0 if not
+    chosen -> (N, h).
 
     Args:    across: the ranks with this one's place on each node; inside: the ranks of this node.
     """
@@ -210,8 +210,8 @@ def settle_nodes(model: GPT, groups: Sequence[Sequence[int]]) -> None:
     if found or len(counts) != max(len(set(nodes)) for nodes in groups):
         raise PlanError(
             f"experts with node_limit={config.node_limit}: the ranks that divide them lie on "
-            f"nodes {', '.join(sorted({str(tuple(nodes)) for nodes in groups}))}, not alike or "
-            "not next to each other; say on how many nodes the experts count, as nodes=2 "
+            f"nodes {', '.join(sorted({str(tuple(nodes)) for nodes in groups}))}, not the same in "
+            "each group, or not consecutive; give the number of nodes for the experts, as nodes=2 "
             "(--expert-nodes 2)"
         )
     held = [part.stop - part.start for part in even_slices(config.experts, sum(counts))]

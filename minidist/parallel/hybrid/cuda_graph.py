@@ -91,8 +91,8 @@ class Given:
             array = arrays[name]
             if array.shape != view.shape or array.dtype != view.dtype:
                 raise ShapeError(
-                    f"captured step: {name} is {array.dtype} {array.shape}, and was {view.dtype} "
-                    f"{view.shape} when the step was captured; a graph takes batches of one shape"
+                    f"captured step: {name} is {array.dtype} {array.shape}, but was {view.dtype} "
+                    f"{view.shape} when the step was captured; a graph needs batches of one shape"
                 )
             view[...] = array
         self._device.set(self._hosts[0], stream=self._cuda.get_current_stream())
@@ -168,8 +168,8 @@ class CapturedStep:
         elif self._fixed != self._read_once():
             raise ConfigError(
                 "captured step: clip, an option of the optimizer, requires_grad, "
-                "data of a weight or the mode of a module was changed, and the graph "
-                "has them as they were; make a new CapturedStep"
+                "data of a weight or the mode of a module was changed, but the graph has the old "
+                "state; make a new CapturedStep"
             )
         else:
             self._optimizer.again()
@@ -326,6 +326,7 @@ def refuse(trainer: Trainer) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ConfigError(
-                f"--graph: this step cannot be captured: {reason}; it takes one process on a GPU "
+                f"--graph: this step cannot be captured: {reason}; a captured step needs one "
+                "process on a GPU "
                 f"(--device cuda) with --precision bf16"
             )

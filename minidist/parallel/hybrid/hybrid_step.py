@@ -102,20 +102,20 @@ def plain_hybrid(
     down: Array,
     lr: float,
 ) -> None:
-    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns
-    and rows.
+    """Run one step of SGD on dp × pp × tp ranks, in place: one MLP per stage; a rank has some of
+    its columns and rows.
 
     The numbers are those of N0:452.
     """
-    # 0 rows: by the dp coordinate alone
+    # 0 rows: only by the dp coordinate
     mine = np.array_split(np.arange(len(inputs)), dp.size)[dp.rank]
     # 1.1 the first half's activations
     x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)
     inner = np.maximum(x @ up, 0)  # up: own columns of the own stage
     y = tp.all_reduce(inner @ down, algorithm="ring")  # down: own rows; g of chapter 12
     if pp.rank < pp.size - 1:
-        pp.send(y, dst=pp.rank + 1)  # 1.2 the next stage goes on
-        dy = pp.recv(src=pp.rank + 1)  # 1.3 its gradient comes back
+        pp.send(y, dst=pp.rank + 1)  # 1.2 the next stage continues
+        dy = pp.recv(src=pp.rank + 1)  # 1.3 its gradient returns
     else:
         dy = 2 * (y - targets[mine]) / targets.size  # divided by the whole batch
     dinner = (dy @ down.T) * (inner > 0)

@@ -33,7 +33,7 @@ def check_kept_inputs(plan: "Plan") -> None:
     if plan.activation_memory is not None:
         given = f"plan activation_memory={plan.activation_memory}"
         if plan.activation_memory < 1:
-            raise PlanError(f"{given}: activations take at least one byte; write 64MiB")
+            raise PlanError(f"{given}: activations need at least one byte; write 64MiB")
         if plan.checkpoint_blocks != NONE:
             raise PlanError(
                 f"{given} with checkpoint_blocks={plan.checkpoint_blocks}: it chooses the blocks "
@@ -52,8 +52,8 @@ def check_kept_inputs(plan: "Plan") -> None:
         )
     if plan.checkpoint_blocks in (NONE, SCORES) and plan.activation_memory is None:
         raise PlanError(
-            f"{kept} with checkpoint_blocks={plan.checkpoint_blocks}: no block keeps its input "
-            f"alone; use checkpoint_blocks={ALL}"
+            f"{kept} with checkpoint_blocks={plan.checkpoint_blocks}: no block keeps only its "
+            f"input; use checkpoint_blocks={ALL}"
         )
     if "shard" in ways and plan.tp == 1:
         raise PlanError(
@@ -110,8 +110,8 @@ def check_local_steps(plan: "Plan") -> None:
         return
     if not isinstance(plan.local_steps, int) or plan.local_steps < 1:
         raise PlanError(
-            f"plan local_steps={plan.local_steps!r}: ranks meet after a whole number of steps, "
-            "from 1"
+            f"plan local_steps={plan.local_steps!r}: ranks exchange weights after a whole number "
+            "of steps; choose 1 or more"
         )
     _check_company(plan)
     if (
@@ -121,16 +121,17 @@ def check_local_steps(plan: "Plan") -> None:
     ):
         raise PlanError(
             f"plan fragments={plan.fragments} with local_steps={plan.local_steps}: each fragment "
-            "has its turn once in so many steps; choose fragments that divide local_steps"
+            "is sent once in these steps; choose fragments that divide local_steps"
         )
     if not isinstance(plan.delay, int) or not 0 <= plan.delay < plan.local_steps:
         raise PlanError(
-            f"plan delay={plan.delay} with local_steps={plan.local_steps}: a fragment is mixed "
-            f"in before it sets out again; choose 0 to {plan.local_steps - 1}"
+            f"plan delay={plan.delay} with local_steps={plan.local_steps}: a fragment must be "
+            f"mixed in before it is sent again; choose 0 to {plan.local_steps - 1}"
         )
     if not 0 <= plan.mix < 1:
         raise PlanError(
-            f"plan mix={plan.mix}: of a rank's own weights a part from 0 to less than 1 stays"
+            f"plan mix={plan.mix}: it is the part of a rank's own weights that stays; choose 0 to "
+            "less than 1"
         )
     _check_outer(plan)
     if plan.outer_compress.partition(":")[0] not in OUTER_SCHEMES:
@@ -157,7 +158,7 @@ def check_change(plan: "Plan", other: "Plan") -> None:
 
 def _check_outer(plan: "Plan") -> None:
     if plan.outer_lr is not None and not 0 < plan.outer_lr < float("inf"):
-        raise PlanError(f"plan outer_lr={plan.outer_lr}: the outer rate is above 0")
+        raise PlanError(f"plan outer_lr={plan.outer_lr}: choose an outer rate above 0")
     if plan.outer_momentum is not None and not 0 <= plan.outer_momentum < 1:
         raise PlanError(f"plan outer_momentum={plan.outer_momentum}: choose from 0 to less than 1")
     if plan.outer == "nesterov" and plan.outer_momentum == 0:
@@ -173,7 +174,7 @@ def _check_company(plan: "Plan") -> None:
     if plan.composed:
         axis = next(axis for axis, size in plan.axes.items() if axis != "dp" and size > 1)
         raise PlanError(
-            f"{local} with {axis}={plan.axes[axis]}: each rank trains a whole model by itself; use "
+            f"{local} with {axis}={plan.axes[axis]}: each rank trains its own whole model; use "
             f"dp={plan.size}"
         )
     if plan.compress != "none":
@@ -190,7 +191,7 @@ def _check_company(plan: "Plan") -> None:
     ):
         raise PlanError(
             f"{local} with strategy={plan.strategy}: use strategy=ddp, or parameter-server with "
-            f"asynchronous, where each worker meets the servers by itself"
+            f"asynchronous, where each worker exchanges weights with the servers separately"
         )
     alone = [option for option, none in OF_STREAMING.items() if getattr(plan, option) != none]
     if plan.asynchronous and alone:
@@ -224,11 +225,11 @@ def check_pipeline(plan: "Plan") -> None:
     if plan.microbatches is None:
         return
     if not isinstance(plan.microbatches, int) or plan.microbatches < 1:
-        raise PlanError(f"plan microbatches={plan.microbatches!r}: a pipeline takes at least one")
+        raise PlanError(f"plan microbatches={plan.microbatches!r}: a pipeline needs at least one")
     if plan.pp == 1 and plan.microbatches > 1:
         raise PlanError(
             f"plan microbatches={plan.microbatches} with pp=1: there is no pipeline to fill; use "
-            f"accumulate={plan.accumulate * plan.microbatches}, which takes as many passes, or pp=2"
+            f"accumulate={plan.accumulate * plan.microbatches}, which makes as many passes, or pp=2"
         )
 
 
@@ -252,8 +253,8 @@ def _check_updates(plan: "Plan") -> None:
         )
     if plan.precision not in ("fp32", "bf16"):
         raise PlanError(
-            f"{given} with precision={plan.precision}: its scales follow whole steps, and each "
-            "microbatch makes an update; use bf16, or schedule=1f1b"
+            f"{given} with precision={plan.precision}: its loss scale changes once per step, but "
+            "each microbatch makes an update; use bf16, or schedule=1f1b"
         )
     alone = {"zero": 0, "ep": 1, "offload": "none", "compress": "none", "accumulate": 1}
     other = next((name for name, none in alone.items() if getattr(plan, name) != none), None)
@@ -268,8 +269,8 @@ def updating_misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str
     """Yield why PipeDream cannot train a model, as plan_checks says it."""
     if plan.updates_each_microbatch and config.tied:
         yield (
-            f"schedule={plan.schedule} with a tied output: the first and the last rank would "
-            "have to meet for each update of their table",
+            f"schedule={plan.schedule} with a tied output: the first and the last rank would have "
+            "to exchange gradients at each update of their table",
             "tied=False",
         )
     if (
@@ -288,6 +289,6 @@ def check_clip(plan: "Plan", clip: float | None) -> None:
     """Raise PlanError if gradients are to be clipped by a norm that no rank ever knows."""
     if plan.updates_each_microbatch and clip is not None:
         raise PlanError(
-            f"plan schedule={plan.schedule} with clip={clip}: each stage updates by itself after "
-            "each microbatch, and no rank knows the norm of all; use clip=None (--clip 0)"
+            f"plan schedule={plan.schedule} with clip={clip}: each stage updates separately after "
+            "each microbatch, and no rank knows the norm of all gradients; use clip=None (--clip 0)"
         )

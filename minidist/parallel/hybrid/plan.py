@@ -96,7 +96,7 @@ class Plan:
     )
     precision: str = option(
         "fp32",
-        "weights and gradients as {dtype} says (fp32), or in bf16 or fp16 beside float32 master "
+        "weights and gradients as {dtype} says (fp32), or in bf16 or fp16 with float32 master "
         "weights; fp16 with a loss scale; fp8: bf16, and products of one byte",
         choices=PRECISIONS,
     )
@@ -231,8 +231,8 @@ class Plan:
     # ------------------------------------------------------------------------------ local steps
     local_steps: int | None = option(
         None,
-        "each rank trains alone for H steps, then all meet once; with {asynchronous} each worker "
-        "meets the servers by itself",
+        "each rank trains separately for H steps, then all exchange weights once; with "
+        "{asynchronous} each worker exchanges weights with the servers separately",
         metavar="H",
         kind="count",
         otherwise="every gradient is summed",
@@ -393,7 +393,7 @@ class Plan:
                     f"write it like dp=4"
                 )
             if axis in sizes:
-                raise PlanError(f"plan {text!r}: axis {axis} stands there twice")
+                raise PlanError(f"plan {text!r}: axis {axis} is given twice")
             if not value.isascii() or not value.isdigit() or len(value) > 9:
                 raise PlanError(
                     f"plan {text[:60]!r}: {axis}={value[:20]} is not a number of ranks; "

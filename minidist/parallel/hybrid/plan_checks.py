@@ -104,7 +104,7 @@ def _changed(plan: "Plan", **options: Any) -> tuple["Plan", str] | None:
 def savings(plan: "Plan") -> str:
     """Return, for errors, ways to use less of the device's memory that the plan does not use
     yet."""
-    ways = ["take fewer sequences at once (accumulate)"]
+    ways = ["use fewer sequences per pass (accumulate)"]
     if plan.checkpoint_blocks != ALL and plan.activation_memory is None:
         ways.append("keep less of them (checkpoint_blocks)")
     if plan.zero < 3 and plan.copies > 1:
@@ -170,7 +170,7 @@ NEEDS = {
     "local steps": Need(
         lambda plan: plan.local_steps is not None,
         lambda plan: (
-            "every gradient summed: it is for ranks that train alone between two sums; add "
+            "every gradient summed: it is for ranks that train separately between two sums; add "
             "local_steps=25, or leave it out"
         ),
     ),
@@ -238,7 +238,7 @@ def _check_zero(plan: "Plan") -> None:
     if plan.shard not in fits:
         raise PlanError(
             f"plan shard={plan.shard!r}: the {plan.copies} rank{'s' * (plan.copies > 1)} of "
-            f"{axes} cannot be cut into copies of so many; choose one of "
+            f"{axes} cannot be divided into copies of {plan.shard!r} ranks; choose one of "
             f"{', '.join(map(str, fits))}"
         )
 
@@ -295,8 +295,8 @@ def _check_strategy(plan: "Plan") -> None:
         )
     if plan.asynchronous and plan.server_dtype != "same":
         raise PlanError(
-            f"plan server_dtype={plan.server_dtype} with asynchronous: a worker tells the "
-            "weights of the run, and its own are rounded; leave one of the two out"
+            f"plan server_dtype={plan.server_dtype} with asynchronous: a worker reports the "
+            "weights of the run, but its own are rounded; leave one of the two out"
         )
     if plan.strategy == "parameter-server" and plan.composed:
         raise PlanError(
@@ -314,7 +314,7 @@ def _check_strategy(plan: "Plan") -> None:
     if plan.strategy == "data-parallel" and (plan.size > 1 or plan.replicas < 1):
         raise PlanError(
             "plan strategy=data-parallel is one process with a thread for each of its replicas; "
-            f"start one rank instead of {plan.size}, and take replicas={max(plan.size, 2)}"
+            f"start one rank instead of {plan.size}, and use replicas={max(plan.size, 2)}"
         )
     if plan.strategy == "parameter-server" and not 1 <= plan.servers < plan.dp:
         raise PlanError(
@@ -324,7 +324,8 @@ def _check_strategy(plan: "Plan") -> None:
         )
     if plan.staleness is not None and plan.staleness < 0:
         raise PlanError(
-            f"plan staleness={plan.staleness}: a worker is 0 or more steps ahead of the slowest"
+            f"plan staleness={plan.staleness}: it is how many steps a worker may be ahead of the "
+            "slowest; choose 0 or more"
         )
 
 

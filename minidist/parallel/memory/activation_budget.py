@@ -66,8 +66,8 @@ class Way(NamedTuple):
 
 
 def plain_knapsack(blocks: Sequence[Mapping[str, Way]], limit: int) -> list[str] | None:
-    """The way of each block with the fewest seconds in all, of those with at most `limit` bytes;
-    None: none fits."""
+    """Return the way of each block with the fewest seconds in all, among those with at most `limit`
+    bytes; None if none fits."""
     front: dict[int, tuple[float, list[str]]] = {0: (0.0, [])}  # bytes -> seconds, ways
     for block in blocks:
         found: dict[int, tuple[float, list[str]]] = {}
@@ -332,7 +332,7 @@ class ActivationBudget:
                 raise MemoryLimitError(
                     f"activation memory: with every block computed again {who} "
                     f"{max(waiting, others):,} bytes, and the limit is {self.limit:,}; raise it, "
-                    "or take fewer sequences at once (accumulate)"
+                    "or use fewer sequences per pass (accumulate)"
                 )
             ways = [_ways(seen[layer], stage.held) for layer in stage.layers]
             if len(self.stages) == 1:

@@ -55,7 +55,7 @@ from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 
 
 def plain_recompute(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor, dy: Array) -> Array:
-    """Forward and backward through blocks that keep their inputs alone; returns the gradient of
+    """Run forward and backward through blocks that keep only their inputs; return the gradient of
     x."""
     kept = []
     with no_grad():  # forward: nothing stays on the tape
@@ -63,7 +63,7 @@ def plain_recompute(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor, dy:
             kept.append(x)  # but each block's input
             x = block(x)
     for block in reversed(blocks):
-        again = tensor(kept.pop().data, requires_grad=True)  # cut off from what came before
+        again = tensor(kept.pop().data, requires_grad=True)  # a tape of its own
         block(again).backward(dy)  # forward once more, with a tape, and back
         dy = again.grad  # the gradient for the block before
     return dy

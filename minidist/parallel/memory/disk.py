@@ -170,7 +170,7 @@ class Pool:
             return self._free.get(timeout=limit)
         except Empty as error:
             raise TimeoutError(
-                f"offload: none of {self.count} buffers came free in {limit:g} s; is the disk "
+                f"offload: none of {self.count} buffers became free in {limit:g} s; is the disk "
                 f"still there?"
             ) from error
 
@@ -214,7 +214,7 @@ class Disk:
         if free < nbytes and not is_simulated():
             raise DiskError(
                 f"offload: {self.who} needs {nbytes:,} bytes in {self.folder}, and {free:,} are "
-                "free; make room, or name another folder with --offload-dir"
+                "free; free some space, or name another folder with --offload-dir"
             )
 
     def record(self, name: str) -> Record:

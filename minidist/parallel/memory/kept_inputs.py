@@ -60,8 +60,8 @@ LARGEST = 127  # code
 
 
 def plain_codes(x: np.ndarray, chance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and the scale of one group of numbers, rounded up as often as the rest says; code ×
-    scale is about x."""
+    """Return codes and the scale of one group of numbers, rounded up with the probability of the
+    fraction; code × scale is x on average."""
     scale = np.abs(x).max() / LARGEST
     return np.floor(x / scale + chance).astype(np.int8), scale  # chance: uniform in [0, 1)
 

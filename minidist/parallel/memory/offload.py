@@ -90,17 +90,19 @@ from minidist.parallel.zero.shards import ShardStore
 def plain_offload(
     model: GPT, optimizer: Optimizer, batches: Iterable[Batch], host: Sequence[Parameter]
 ) -> float:
-    """ZeRO-Offload on one process: the optimizer is made of `host`, copies of the weights; returns
-    the last loss."""
+    """Train by ZeRO-Offload on one process; return the last loss.
+
+    The optimizer updates `host`, copies of the weights.
+    """
     for inputs, targets in batches:
         loss = model.loss(inputs, targets, divisor=targets.size)
         loss.backward()
         for p, h in zip(model.parameters(), host, strict=True):
             h.grad = np.array(p.grad)  # gradients go down: 1 × the model
             p.zero_grad()  # and are freed on the device
-        optimizer.step()  # Adam on the host, beside its m and v
+        optimizer.step()  # Adam on the host, where m and v are
         for p, h in zip(model.parameters(), host, strict=True):
-            p.data[...] = h.data  # new weights come up: 1 × the model
+            p.data[...] = h.data  # new weights to the device: 1 × the model
     return float(loss.item())
 
 

@@ -47,8 +47,8 @@ def plain_model_parallel(
     targets: Array,
     divisor: int,
 ) -> None:
-    """One batch through all ranks and back; layers(x, targets, divisor) are this rank's, the last
-    rank's the loss."""
+    """Run one batch forward through all ranks and backward; layers(x, targets, divisor) are this
+    rank's, the last rank's return the loss."""
     first = group.rank == 0
     last = group.rank == group.size - 1
     x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)  # wait

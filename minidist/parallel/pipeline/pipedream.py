@@ -45,17 +45,18 @@ def check_pipedream(config: GPTConfig, schedule: Schedule) -> None:
     if config.tied and schedule.ranks > 1:
         raise PlanError(
             "PipeDream: a tied output has its table on the first and the last rank, which would "
-            "have to meet for each update; take a model with tied=False, or Pipeline"
+            "have to exchange gradients at each update; use a model with tied=False, or Pipeline"
         )
     if config.mixture is not None and config.mixture.balance == "loss":
         raise PlanError(
-            "PipeDream: each microbatch's loss has its own scale, which a balance loss does not know; "
-            'take balance="bias", or Pipeline'
+            "PipeDream: each microbatch's loss has its own scale, which a balance loss does not "
+            "know; "
+            'use balance="bias", or Pipeline'
         )
     if schedule.chunks > 1 or any(isinstance(i, BackwardInput) for i in schedule.computes(0)):
         raise PlanError(
-            f"PipeDream: schedule {schedule.name} has several stages a rank or backwards in two "
-            f"halves; choose 1f1b"
+            f"PipeDream: schedule {schedule.name} has several stages per rank, or backwards in "
+            "two halves; choose 1f1b"
         )
 
 
@@ -63,7 +64,7 @@ def refuse_clipping(clip: float | None, accumulate: int) -> None:
     """Raise PlanError: no stage knows the others' gradients, or waits for a second pass."""
     if clip is not None or accumulate != 1:
         raise PlanError(
-            f"PipeDream: clip={clip}, accumulate={accumulate}: each stage updates by itself "
+            f"PipeDream: clip={clip}, accumulate={accumulate}: each stage updates separately "
             "after each microbatch; leave both out"
         )
 

@@ -59,8 +59,8 @@ from minidist.parallel.step.step import Batch, Part, micro_parts
 def plain_gpipe(
     stage: Callable[[Any, Array, int], Tensor], group: Group, micros: Iterable[Batch], divisor: int
 ) -> None:
-    """One step of GPipe, without a schedule and without overlap; stage(x, targets, divisor) as in
-    chapter 10."""
+    """Run one step of GPipe without a schedule and without overlap; stage(x, targets, divisor) is
+    as in chapter 10."""
     first = group.rank == 0
     last = group.rank == group.size - 1
     kept = []
@@ -111,8 +111,8 @@ class Pipeline(StageModel):
     ) -> None:
         if schedule.updates and not self.own_updates:
             raise ScheduleError(
-                f"schedule {schedule.name} has an update after each backward, and a Pipeline one a "
-                f"step; take PipeDream, or choose 1f1b"
+                f"schedule {schedule.name} updates after each backward, but a Pipeline updates "
+                "once per step; use PipeDream, or choose 1f1b"
             )
         self.schedule = schedule
         self.executor = Executor(schedule, group, recorder=options.get("recorder"))

@@ -110,15 +110,15 @@ def _check_list(schedule: Schedule, rank: int) -> None:
             or schedule.rank_of(instruction.stage) != rank
         ):
             raise ScheduleError(
-                f"{schedule.name}: rank {rank} does the {instruction}, a stage that is not its own"
+                f"{schedule.name}: rank {rank} does the {instruction}, a stage of another rank"
             )
         if instruction in done:
             raise ScheduleError(f"{schedule.name}: rank {rank} does the {instruction} twice")
         for needed in needs(instruction, schedule):
             if needed not in done:
-                when = "comes later in its list" if needed in mine else "is missing in its list"
+                when = "is later in its list" if needed in mine else "is missing in its list"
                 raise ScheduleError(
-                    f"{schedule.name}: rank {rank} does the {instruction} before what it needs is "
+                    f"{schedule.name}: rank {rank} does the {instruction} before its input is "
                     f"there: the {needed} {when}"
                 )
         done.add(instruction)
@@ -172,7 +172,8 @@ def _check_links(schedule: Schedule) -> None:
         ):
             raise ScheduleError(
                 f"{schedule.name}: messages from rank {source} to rank {target} are received in "
-                f"another order than sent: the {first} comes first, but rank {target} expects the "
+                f"another order than sent: the {first} arrives first, but rank {target} expects "
+                "the "
                 f"{expected}"
             )
 

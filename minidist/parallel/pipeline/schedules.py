@@ -247,14 +247,14 @@ def stages_a_rank(name: str, chunks: int | None = None) -> int:
     if name == "interleaved":
         if chunks is not None and chunks < 1:
             raise ScheduleError(
-                f"schedule interleaved with {chunks} stages a rank: it is at least 1"
+                f"schedule interleaved with {chunks} stages per rank: choose at least 1"
             )
         return chunks or 2
     own = 2 if name in V_SHAPED else 1
     if chunks not in (None, own):
         raise ScheduleError(
-            f"schedule {name} has {'two stages' if own == 2 else 'one stage'} a rank, not "
-            f"{chunks}; take interleaved for any number"
+            f"schedule {name} has {'two stages' if own == 2 else 'one stage'} per rank, not "
+            f"{chunks}; use interleaved for any number"
         )
     return own
 

@@ -67,7 +67,7 @@ class Stages:
         if empty:
             raise ShardError(
                 f"stages of {list(layers)} layers: stage {empty[0]} has none; only the first and "
-                "the last, which have the embedding and the output, may do without"
+                "the last, which have the embedding and the output, may have none"
             )
         edges = [0, *accumulate(layers)]
         self.config = model.config
@@ -207,7 +207,7 @@ def balanced_layers(
                 choices[stop] = min(choices.get(stop, (math.inf, math.inf, [])), choice)
         best = choices
     if count not in best:
-        raise ShardError(f"{count} layers cannot fill {stages} stages; take at most {count + 2}")
+        raise ShardError(f"{count} layers cannot fill {stages} stages; use at most {count + 2}")
     return best[count][2]
 
 

@@ -72,8 +72,10 @@ def plain_mixed_precision(
     batches: Iterable[Batch],
     scale: float,
 ) -> None:
-    """Mixed precision on one process; `masters`: a float32 Parameter for each of the model's of low
-    precision."""
+    """Train in mixed precision on one process.
+
+    `masters` has one float32 Parameter for each low-precision Parameter of the model.
+    """
     for inputs, targets in batches:
         for p, master in zip(model.parameters(), masters, strict=True):
             p.data[...] = master.data  # 2 half the bytes: here numbers are rounded
@@ -149,7 +151,8 @@ class LossScale:
                 )
         if patience < 1:
             raise ConfigError(
-                f"loss scale: patience is {patience}; it grows after at least one good step"
+                f"loss scale: patience is {patience}; the scale grows after this many good steps; "
+                "choose 1 or more"
             )
         self.value = value
         self.patience = patience
@@ -165,7 +168,7 @@ class LossScale:
         if overflow and self.value <= self.smallest:
             raise GradientError(
                 f"gradients overflow float16 at a loss scale of {self.value:g}, the smallest "
-                "allowed: the training diverges; lower the rate, or take bf16, which does not "
+                "allowed: the training diverges; lower the rate, or use bf16, which does not "
                 "overflow"
             )
         self.good = 0 if overflow else self.good + 1

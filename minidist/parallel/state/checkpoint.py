@@ -73,7 +73,8 @@ from minidist.reading import visible
 
 
 def plain_save(group: Group, chunk: np.ndarray, size: int, folder: Path) -> None:
-    """Write a vector of `size` numbers, of which each rank has its chunk; the manifest last."""
+    """Write a vector of `size` numbers; each rank has and writes its chunk; the manifest is written
+    last."""
     file = folder / f"{group.rank}.bin"
     chunk.tofile(file)
     digest = np.frombuffer(hashlib.sha256(file.read_bytes()).digest(), np.uint8)
@@ -86,8 +87,8 @@ def plain_save(group: Group, chunk: np.ndarray, size: int, folder: Path) -> None
 
 
 def plain_load(group: Group, folder: Path) -> np.ndarray:
-    """This rank's chunk of the vector; the group may have another size than the one that wrote
-    it."""
+    """Return this rank's chunk of the vector; the group may have another size than the group that
+    wrote it."""
     manifest = json.loads((folder / "manifest.json").read_text())
     old, new = (bounds(manifest["size"], ranks) for ranks in (len(manifest["sha256"]), group.size))
     start = new[group.rank]
@@ -196,14 +197,14 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         places = state_places(strategy, optimizer, state)
         if about["optimizer"] != type(optimizer).__name__:
             raise CheckpointError(
-                f"{folder}: was trained by {about['optimizer']}, this training takes "
-                f"{type(optimizer).__name__}; take the same optimizer"
+                f"{folder}: was trained by {about['optimizer']}, this training uses "
+                f"{type(optimizer).__name__}; use the same optimizer"
             )
         apart = ranks_apart(there)
         if apart and strategy.diverged is None:
             raise CheckpointError(
-                f"{folder}: was saved with local steps by {apart} ranks, each with a state of its "
-                f"own; go on with local steps"
+                f"{folder}: was saved with local steps by {apart} ranks, each with its own state; "
+                "continue with local steps"
             )
         if apart:
             require_told(folder, state, "local steps")
@@ -313,7 +314,7 @@ def read_state(
             if missing := place.size - _covered(filled):
                 raise CheckpointError(
                     f"{folder}: lacks {missing:,} of {place.size:,} numbers of {place.key}"
-                    f"; it is of another model or optimizer"
+                    f"; it belongs to another model or optimizer"
                 )
             array[...] = to_device(numbers, device_of(array))
     finally:

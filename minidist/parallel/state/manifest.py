@@ -223,9 +223,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     whole = _with_digest(data.rpartition(_DIGEST)[0]) if kind > 2 else _older(content)
     if data != whole:  # also where a flipped bit says the same: 1e-5 and 1E-5
-        raise CheckpointError(
-            f"{file}: is damaged: its digest is another; take an older checkpoint"
-        )
+        raise CheckpointError(f"{file}: is damaged: its digest differs; take an older checkpoint")
     try:
         require({**content, "digest": digest}, _ManifestTold)
         require_shallow(content["about"])
@@ -246,7 +244,7 @@ def _require_arrays(shard: dict[str, Any]) -> None:
     held = shard["header"][0] + sum(array["nbytes"] for array in shard["arrays"])
     if held > shard["nbytes"]:
         raise ConfigError(
-            f"{shard['file']} is to have {shard['nbytes']:,} bytes, and its arrays {held:,}"
+            f"{shard['file']} should have {shard['nbytes']:,} bytes, but its arrays have {held:,}"
         )
     for array in shard["arrays"]:
         size = math.prod(array["shape"])
@@ -266,7 +264,7 @@ def _require_arrays(shard: dict[str, Any]) -> None:
             )
         if array["offset"] + array["nbytes"] > shard["nbytes"]:
             raise ConfigError(
-                f"{array['key']} ends behind the {shard['nbytes']:,} bytes of {shard['file']}"
+                f"{array['key']} ends after the {shard['nbytes']:,} bytes of {shard['file']}"
             )
 
 
@@ -274,7 +272,7 @@ def require_told(folder: Path, about: dict[str, Any], *names: str) -> None:
     """Raise CheckpointError unless a manifest has these fields, which a Trainer always writes."""
     if lacking := [name for name in names if name not in about]:
         raise CheckpointError(
-            f"{folder}: its manifest has no {lacking[0]}; it is of another program than a Trainer"
+            f"{folder}: its manifest has no {lacking[0]}; another program than a Trainer wrote it"
         )
 
 

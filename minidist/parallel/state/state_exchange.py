@@ -139,7 +139,7 @@ def exchange(
     for rank, lacking in enumerate(share_records(group, missing[:1])):
         if lacking:
             raise CheckpointError(
-                f"rank {rank} wants {lacking[0]}, and no rank has them; go on from a checkpoint"
+                f"rank {rank} needs {lacking[0]}, and no rank has them; continue from a checkpoint"
             )
     return results
 

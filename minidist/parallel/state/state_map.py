@@ -79,7 +79,7 @@ def require_together(strategy: Strategy) -> None:
     if strategy.asynchronous:
         raise CheckpointError(
             f"{type(strategy).__name__}, asynchronous: its ranks are at different steps, so no "
-            "state of the whole job can be saved or loaded; take synchronous updates"
+            "state of the whole job can be saved or loaded; use synchronous updates"
         )
 
 

@@ -37,10 +37,10 @@ from minidist.parallel.step.strategy import DataAxis
 
 
 def plain_single(model: GPT, optimizer: Optimizer, batches: Iterable[Batch]) -> float:
-    """Training on one device: batches of inputs and targets, each (B, T); returns the last loss."""
+    """Train on one device with batches of (inputs, targets), each (B, T); return the last loss."""
     for inputs, targets in batches:
-        loss = model.loss(inputs, targets, divisor=targets.size)  # forward: activations pile up
-        loss.backward()  # they go, gradients come
+        loss = model.loss(inputs, targets, divisor=targets.size)  # forward: activations grow
+        loss.backward()  # frees them, makes gradients
         optimizer.step()  # with Adam two moments a parameter
         optimizer.zero_grad()
     return float(loss.item())

@@ -350,7 +350,7 @@ def split_gpt(model: GPT, region: TensorRegion) -> None:
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
         raise ConfigError(
             "tensor parallelism: the model's weights are drawn already; cut it first, so that "
-            "each rank draws its part alone"
+            "each rank draws only its part"
         )
     sharers = None
     if config.key_heads < group.size:

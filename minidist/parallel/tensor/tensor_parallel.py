@@ -79,11 +79,11 @@ from minidist.parallel.tensor.tensor_layers import TensorRegion, shared_numbers,
 def plain_tensor_mlp(
     x: Array, up: Array, down: Array, bias: Array, dy: Array, group: Group
 ) -> tuple[Array, ...]:
-    """An MLP forward and backward; `up` has this rank's columns, `down` its rows: y, dx, and their
-    gradients."""
+    """Run an MLP forward and backward; `up` has this rank's columns, `down` its rows. Return y, dx,
+    and the gradients of `up` and `down`."""
     inner = x @ up  # (n, h) (h, own) -> (n, own): complete
     active = np.maximum(inner, 0)  # number by number: no rank needs another's
-    # g: (n, own) (own, h) are summands
+    # g: (n, own) (own, h), terms of a sum
     y = group.all_reduce(active @ down, algorithm="ring") + bias
     ddown = active.T @ dy  # g backward: dy is whole on all ranks, as it is
     dinner = (dy @ down.T) * (inner > 0)

@@ -197,8 +197,7 @@ def make_units(
     """
     if ahead < 0:
         raise ConfigError(
-            f"ahead={ahead}: how many units may be gathered before their turn; take 1, or 0 for "
-            "none"
+            f"ahead={ahead}: it is how many units are gathered before their turn; choose 0 or more"
         )
     model = axis.model
     paths = {module: path for path, module in model.named_modules()}

@@ -62,12 +62,12 @@ def plain_zero1(
     group: Group,
     batches: Iterable[Batch],
 ) -> None:
-    """ZeRO-1 without buckets and without overlap; the batches are global, the numbers those of
-    N4:297."""
+    """Train by ZeRO-1 without buckets and without overlap; batches are global, the numbers are
+    those of N4:297."""
     flat = Flat(list(model.parameters()), group)  # all weights; one chunk is mine
     weights = flat.join()
     mine = np.zeros(flat.chunk_size, flat.dtype)
-    optimizer = new_optimizer(flat.pieces(weights[flat.chunk], mine))  # states of my chunk alone
+    optimizer = new_optimizer(flat.pieces(weights[flat.chunk], mine))  # states of my chunk only
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
         # 1 the whole gradient

@@ -57,8 +57,8 @@ def plain_zero2(
     group: Group,
     batches: Iterable[Batch],
 ) -> None:
-    """ZeRO-2, parameter by parameter and without overlap; the batches are global, the numbers those
-    of N4:349."""
+    """Train by ZeRO-2, parameter by parameter and without overlap; batches are global, the numbers
+    are those of N4:349."""
     runs = []
     for p in model.parameters():
         flat = Flat([p], group)

@@ -66,7 +66,8 @@ from minidist.parallel.zero.shards import ShardStore, ZeroAxis
 
 
 class PlainUnit:
-    """A unit of the plain version: this rank's chunk of its weights, and of their gradients."""
+    """One unit of the plain version: this rank's chunk of its weights, and of their
+    gradients."""
 
     def __init__(self, unit: Module, group: Group) -> None:
         self.flat = Flat(list(unit.parameters()), group)
@@ -80,17 +81,17 @@ class PlainUnit:
         self.free()
 
     def gather(self, *_: Any) -> None:
-        """All-gather the weights."""
+        """All-gather the weights of the unit."""
         for p, view in self.flat.views(self.group.all_gather(self.shard, algorithm="ring")):
             p.data = view
 
     def free(self, *_: Any) -> None:
-        """Only the shard is left."""
+        """Free the weights: only the shard is kept."""
         for p in self.flat.parameters:
             p.data = np.broadcast_to(np.nan, p.shape)
 
     def reduce(self, *_: Any) -> None:
-        """Reduce-scatter the gradients; free them, and the weights."""
+        """Reduce-scatter the gradients; free them and the weights."""
         gradient = np.empty(self.flat.size, self.flat.dtype)
         for p, view in self.flat.views(gradient):
             view[...] = p.grad
@@ -106,8 +107,8 @@ def plain_zero3(
     group: Group,
     batches: Iterable[Batch],
 ) -> None:
-    """ZeRO-3, unit by unit and without prefetch; the batches are global, the numbers those of
-    N4:398."""
+    """Train by ZeRO-3, unit by unit and without prefetch; batches are global, the numbers are those
+    of N4:398."""
     units = [PlainUnit(module, group) for module in modules]
     optimizer = new_optimizer(
         [piece for unit in units for piece in unit.flat.pieces(unit.shard, unit.mine)]

@@ -634,7 +634,7 @@ def test_schedules_of_a_pipeline(
     [
         (["--schedule", "pipedream"], "--clip 0"),
         (["--schedule", "pipedream", "--clip", "0", "--verify"], "leave out"),
-        (["--schedule", "zb-v", "--stages-per-rank", "3"], "two stages a rank, not 3"),
+        (["--schedule", "zb-v", "--stages-per-rank", "3"], "two stages per rank, not 3"),
         (["--schedule", "pipedream", "--clip", "0", "--tied"], "tied=False"),
     ],
 )
@@ -818,7 +818,7 @@ def test_a_worker_that_is_killed_is_missed_by_nobody(
     printed, error = capfd.readouterr()
     assert status == 0, error
     assert "step 30 of 30" in printed
-    assert "rank 1" in error and "was killed by SIGKILL; the job goes on without it" in error
+    assert "rank 1" in error and "was killed by SIGKILL; the job continues without it" in error
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["formula"]["lost"] == [1] and [rank["rank"] for rank in metrics["ranks"]] == [
         0,
@@ -925,7 +925,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["--node-limit", "1"], "--node-limit is for a mixture of experts"),
         (
             ["--experts", "4", "--expert-nodes", "2"],
-            "matters for a limit alone; add --node-limit 1",
+            "matters only with a limit; add --node-limit 1",
         ),
         (
             ["--experts", "4", "--expert-nodes", "3,2", "--node-limit", "1"],
@@ -953,7 +953,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["--graph"], "add --device cuda --precision bf16"),
         (["-n", "2", "--graph", "--device", "cuda", "--precision", "bf16"], "leave -n out"),
         (["-n", "2", "--strategy", "parameter-server", "--zero", "1"], "are for strategy ddp"),
-        (["-n", "4", "--strategy", "data-parallel"], "take replicas=4"),
+        (["-n", "4", "--strategy", "data-parallel"], "use replicas=4"),
         (["--replicas", "2"], "are for strategy data-parallel"),
         (["--asynchronous"], "there is no server; use strategy=parameter-server"),
         (["--bucket-bytes", "0"], "a bucket holds at least one byte"),

@@ -230,7 +230,7 @@ def test_an_elastic_run_that_loses_all_copies_is_stopped_and_goes_on(
     )
     error = capfd.readouterr().err
     assert (
-        f"going on from {run / 'step-000004'}" in error
+        f"continuing from {run / 'step-000004'}" in error
         and "told to stop after step 9 of 12, saved in " in error
     )
     assert [step_of(folder) for folder in checkpoints(run)] == [8, 9]

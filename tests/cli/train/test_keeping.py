@@ -92,7 +92,7 @@ def test_a_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--keep-activations", "8bit"], "no block keeps its input alone"),
+        (["--keep-activations", "8bit"], "no block keeps only its input"),
         (
             ["--keep-activations", "8bit", "--checkpoint-blocks", "--verify", "--dtype", "float32"],
             "add --dtype float64",

@@ -284,7 +284,7 @@ def test_a_job_that_its_launcher_starts_again_goes_on_by_itself(
         assert train(*words) == 75
     assert train(*words) == 2
     assert (
-        f"--out {tmp_path / 'run'}: holds checkpoints of a run; go on with --resume"
+        f"--out {tmp_path / 'run'}: holds checkpoints of a run; continue with --resume"
         in capfd.readouterr().err
     )
     for name, value in torchrun(0, size=1).items():
@@ -437,7 +437,7 @@ def test_what_cannot_be_resumed_or_saved_is_one_line(
         (["--resume", str(tmp_path)], "there is no complete checkpoint"),
         (
             ["--data", str(book), "--out", str(saved)],
-            "holds checkpoints of a run; go on with --resume",
+            "holds checkpoints of a run; continue with --resume",
         ),
         (
             [
@@ -478,6 +478,6 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on(
     assert train("--data", book, "--steps", 6, "--save-every", 2, "--out", tmp_path / "run") == 0
     error = capfd.readouterr().err
     assert error.count("\n") == 1 and "step-000004 was not saved: rank 0 cannot write" in error
-    assert "File too large; checkpoints before it stay; the run goes on" in error
+    assert "File too large; checkpoints before it stay; the run continues" in error
     assert steps_in(tmp_path / "run") == [2, 6]
     assert metrics_of(tmp_path / "run")["checkpoint"]["failed"] == 1

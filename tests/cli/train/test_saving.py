@@ -73,7 +73,7 @@ def stopped_well(run: "subprocess.Popen[str]", folder: Path) -> int:
     assert error.count("\n") == 1 and "minidist train: told to stop after step " in error, error
     [saved] = checkpoints(folder)
     assert sorted(os.listdir(folder)) == ["flight", "metrics.jsonl", saved.name, "steps"]
-    assert f"saved in run/{saved.name}; go on with `minidist train --resume run`" in error
+    assert f"saved in run/{saved.name}; continue with `minidist train --resume run`" in error
     return step_of(saved) or 0
 
 
@@ -167,7 +167,7 @@ def test_one_rank_of_another_launcher_is_told(
     _, error = ranks[1].communicate(timeout=60)
     assert (ranks[1].returncode, error) == (75, "") and done > 0
     refused = [rank.communicate(timeout=60)[1] for rank in start()]
-    assert "--out run: holds checkpoints of a run; go on with --resume run" in "".join(refused)
+    assert "--out run: holds checkpoints of a run; continue with --resume run" in "".join(refused)
     ranks = start(
         **{"SLURM_RESTART_COUNT" if launcher is slurm else "TORCHELASTIC_RESTART_COUNT": "1"}
     )

@@ -228,11 +228,11 @@ def test_a_run_of_ddp_goes_on_with_local_steps(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--local-steps", "3"], "nothing would come of the last 2; choose 6 or 9"),
-        (["--local-steps", "16"], "nothing would come of the last 8; choose 16"),
+        (["--local-steps", "3"], "the last 2 would have no effect; choose 6 or 9"),
+        (["--local-steps", "16"], "the last 8 would have no effect; choose 16"),
         (
             ["--local-steps", "4", "--verify"],
-            "equal no run of one process; leave out --local-steps or --verify",
+            "do not equal a run of one process; leave out --local-steps or --verify",
         ),
         (
             ["-n", "2", "--local-steps", "4", "--elastic", "1:2"],
@@ -244,9 +244,9 @@ def test_a_run_of_ddp_goes_on_with_local_steps(
         ),
         (
             ["-n", "4", "--plan", "tp=2,dp=2", "--local-steps", "4"],
-            "with tp=2: each rank trains a whole model by itself",
+            "with tp=2: each rank trains its own whole model",
         ),
-        (["--fragments", "2"], "train alone between two sums; add local_steps=25"),
+        (["--fragments", "2"], "train separately between two sums; add local_steps=25"),
         (["--local-steps", "4", "--outer-compress", "3bit"], "choose one of none, fp16"),
         (["--local-steps", "4", "--outer", "adam"], "--outer"),
         (["--local-steps", "4", "--mix", "1"], "--mix"),

@@ -279,7 +279,7 @@ def test_a_rank_that_fails_meanwhile_keeps_what_it_lent_until_all_have_read_it()
     with pieces_of(512):
         told = run_shm(job, size=3)
     assert told[0][0] == [0.0, 10.0, 20.0] and told[2][0] == [2.0, 12.0, 22.0]
-    assert [total for _, total in told] == [3.0] * 3, "the job goes on"
+    assert [total for _, total in told] == [3.0] * 3, "the job continues"
 
 
 @on_both_ways
@@ -369,7 +369,7 @@ def test_ranks_that_disagree_learn_it_from_the_board():
 
 def test_ranks_that_share_no_memory_are_told():
     def job(world):
-        with pytest.raises(ConfigError, match="shared is for ranks that share memory"):
+        with pytest.raises(ConfigError, match="shared needs ranks that share memory"):
             world.all_reduce(np.ones(3), algorithm="shared")
 
     run(job, size=2)

@@ -305,7 +305,7 @@ def test_a_profile_that_is_written_is_read_again(home):
         ('{"format": 1, "links": []}', "it lacks its links or its machine"),
         (
             '{"format": 1, "machine": {}, "links": [{"link": "shm"}]}',
-            "a link has not just alpha, beta",
+            "a link must have exactly the fields alpha, beta",
         ),
         (
             json.dumps({**Profile([SLOW_START], {}).as_json()}).replace("0.001", "-1"),

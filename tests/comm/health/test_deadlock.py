@@ -55,7 +55,9 @@ def test_a_cycle_is_spelled_out_and_who_waits_for_it_is_stuck_too():
     )
     error, text, ranks = told(said)
     assert (error, ranks) == ("DeadlockError", [0, 1, 2])
-    assert text.startswith("no rank can go on: 0 waits for 2 at a.py:14, 2 waits for 0 at a.py:9\n")
+    assert text.startswith(
+        "no rank can continue: 0 waits for 2 at a.py:14, 2 waits for 0 at a.py:9\n"
+    )
     assert "rank 1 calls send(), its call 1, at c.py:1, and has waited 0.2 s for" in text
 
 
@@ -70,7 +72,7 @@ def test_who_waits_for_one_that_has_ended_is_stuck_unless_a_message_is_in_flight
         wait(message("recv", "a.py:1"), 1), None, wait(collective(0, 3), 0, members=(0, 2, 5))
     )
     assert told(said, {1: State()}).text.startswith(
-        "no rank can go on: 0 waits for 1 at a.py:1, rank 1 has ended\n"
+        "no rank can continue: 0 waits for 1 at a.py:1, rank 1 has ended\n"
     )
     assert told(said, {1: State()}).ranks == [0, 2, 5], "and who will come to the same collective"
     assert stuck(said, {1: State()}) == [0, 2]
@@ -133,7 +135,7 @@ def test_a_wait_for_the_own_worker_goes_on_with_it():
 
 def test_a_rank_that_waits_for_itself():
     text = told(states(wait(message("recv", "a.py:3"), 0))).text
-    assert text.startswith("no rank can go on: 0 waits for 0 at a.py:3")
+    assert text.startswith("no rank can continue: 0 waits for 0 at a.py:3")
 
 
 def test_several_peers_in_the_same_call_have_come():

@@ -94,7 +94,7 @@ def test_who_did_not_come_is_named():
         # one has come when the other does
         for link, missing in zip(links, ("1, 2, 3", "1, 3"), strict=True):
             link.limit = 0.2
-            with pytest.raises(TimeoutError, match=f"ranks {missing} did not come"):
+            with pytest.raises(TimeoutError, match=f"ranks {missing} did not join"):
                 link.meet({})
 
 
@@ -240,7 +240,7 @@ def test_who_sends_while_the_connection_ends_hears_of_a_lost_peer():
 def test_a_monitor_that_hangs_up_on_who_has_failed_is_no_news():
     with job(2, present=[1]) as (monitor, links):
         [noted] = losses(links)
-        links[0].report(TimeoutError("rank 0 did not come"))
+        links[0].report(TimeoutError("rank 0 did not join"))
         monitor.close()
         links[0].wait_until_released(2.0)
         assert not noted

@@ -170,7 +170,7 @@ def test_a_host_of_which_nothing_is_heard_is_lost_with_its_ranks(far, monkeypatc
         wait_for(lambda: links[0].loss)
         assert str(links[0].loss) == (
             f"rank 1 (process {pid} on far) is out of reach with its whole host "
-            "(ranks 1, 2): nothing was heard of it for 1 s"
+            "(ranks 1, 2): it sent nothing for 1 s"
         )
 
 

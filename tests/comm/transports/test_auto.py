@@ -50,7 +50,7 @@ def groups(world):
             assert (
                 group.all_reduce(x, algorithm=algorithm) == sum(10.0**rank for rank in members)
             ).all()
-    with pytest.raises(ConfigError, match="shared is for ranks that share memory"):
+    with pytest.raises(ConfigError, match="shared needs ranks that share memory"):
         world.barrier(algorithm="shared")
     return [
         kinds(world),

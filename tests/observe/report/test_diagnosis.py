@@ -108,7 +108,7 @@ def test_a_run_that_keeps_no_recorders_is_diagnosed_from_its_records(
     told = capsys.readouterr().out
     assert "rank 2 computes" in told
     assert told.startswith(
-        "ranks 0-3, by the records of their steps alone: no flight recorder is here"
+        "ranks 0-3, only by the records of their steps: no flight recorder is here"
     )
 
 

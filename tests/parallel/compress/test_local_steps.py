@@ -409,7 +409,7 @@ def test_another_plan_cannot_go_on(tmp_path: Path) -> None:
     md.run(save, size=3)
     with pytest.raises(
         CheckpointError,
-        match="was saved with local steps by 3 ranks, each .* go on with local steps$",
+        match="was saved with local steps by 3 ranks, each .* continue with local steps$",
     ) as caught:
         md.run(load, size=3)
     assert "\n" not in str(caught.value)
@@ -589,5 +589,5 @@ def test_outer_optimizers() -> None:
         OUTERS["sgd"].make([type("T", (), {"data": np.zeros(2), "grad": None, "name": "t"})]).lr
         == 1.0
     )
-    with pytest.raises(ConfigError, match="take a whole number of steps for each, as 1 × 3"):
+    with pytest.raises(ConfigError, match="choose steps that fragments divides, as 1 × 3"):
         md.run(lambda world: LocalSteps(new_model(), world, every=2, fragments=3), size=1)

@@ -217,9 +217,9 @@ def test_no_rank_waits_for_a_fragment_on_its_way() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"every": 4, "fragments": 3}, "take a whole number of steps for each, as 1 × 3"),
-        ({"every": 4, "delay": 4}, "take 0 to 3"),
-        ({"every": 4, "mix": 1.0}, "a part from 0 to less than 1"),
+        ({"every": 4, "fragments": 3}, "choose steps that fragments divides, as 1 × 3"),
+        ({"every": 4, "delay": 4}, "choose 0 to 3"),
+        ({"every": 4, "mix": 1.0}, "choose 0 to less than 1"),
     ],
 )
 def test_refuses(options: dict[str, Any], says: str) -> None:

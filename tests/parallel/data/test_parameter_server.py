@@ -499,7 +499,7 @@ def test_a_lost_server_is_named(transport: str, asynchronous: bool, tmp_path: An
         md.run(job, size=4, transport=transport)
     for worker in (0, 1):
         text = (tmp_path / str(worker)).read_text()
-        assert text.startswith("3 parameter server 1 of 2 is lost, and with it its keys: rank 3"), (
+        assert text.startswith("3 parameter server 1 of 2 is lost, and its keys with it: rank 3"), (
             text
         )
 
@@ -587,7 +587,7 @@ def test_memory_by_role(servers: int, asynchronous: bool) -> None:
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12), servers=st.integers(1, 12))
 def test_keys_are_divided_by_size(sizes: list[int], servers: int) -> None:
     if servers > len(sizes):
-        with pytest.raises(ConfigError, match=f"take 1 to {len(sizes)} servers"):
+        with pytest.raises(ConfigError, match=f"use 1 to {len(sizes)} servers"):
             server_keys.assign(sizes, servers)
         return
     shares = server_keys.assign(sizes, servers)

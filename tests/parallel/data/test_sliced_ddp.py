@@ -155,7 +155,7 @@ def test_clip_is_refused_and_a_slice_without_a_number() -> None:
     with pytest.raises(ConfigError, match="clip needs the norm of the whole gradient"):
         md.run(job, 1.0, 4096, size=1)
     with pytest.raises(
-        ConfigError, match="slice_bytes=7; a slice holds at least one number, 8 bytes"
+        ConfigError, match="slice_bytes=7; a slice has at least one number, 8 bytes"
     ):
         md.run(job, None, 7, size=1)
 

@@ -297,7 +297,7 @@ def test_ranks_that_lie_differently_are_told_what_to_say() -> None:
         Trainer(Plan(**plan), tiny(mixture=MixtureConfig(experts=4, top_k=1, node_limit=1)), world)
 
     with pytest.raises(
-        PlanError, match=r"lie on nodes \(0, 0\), \(0, 1\), .*say on how many nodes .*nodes=2"
+        PlanError, match=r"lie on nodes \(0, 0\), \(0, 1\), .*give the number of nodes .*nodes=2"
     ):
         md.run(rank, (0, 0, 0, 1, 1, 1), {"dp": 3, "ep": 2}, size=6)
     with pytest.raises(PlanError, match=r"\(0, 1, 0, 1\)"):

@@ -224,7 +224,7 @@ def test_batches_that_do_not_fit(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> 
     def job(world: Any) -> None:
         step = CapturedStep(trainer_of(world, config))
         step.step(global_batch(0, 2, config))
-        with pytest.raises(ShapeError, match=r"inputs 0 is int64 \(3, 4\), and was int64 \(2, 4\)"):
+        with pytest.raises(ShapeError, match=r"inputs 0 is int64 \(3, 4\), but was int64 \(2, 4\)"):
             step.start_step(global_batch(1, 3, config))
         inputs, targets = global_batch(1, 2, config)
         with pytest.raises(ShapeError, match="captured step: targets: positions"):

@@ -71,9 +71,9 @@ def test_plan_refuses_in_one_line(text: str, says: str) -> None:
     [
         (
             {"dp": 6, "zero": 3, "shard": 4},
-            "cannot be cut into copies of so many; choose one of 1, 2, 3, 6",
+            "cannot be divided into copies of 4 ranks; choose one of 1, 2, 3, 6",
         ),
-        ({"dp": 1, "zero": 1, "shard": 2}, "the 1 rank of dp cannot be cut"),
+        ({"dp": 1, "zero": 1, "shard": 2}, "the 1 rank of dp cannot be divided"),
         ({"dp": 4, "zero": 3, "shard": 0}, "choose one of 1, 2, 4"),
         ({"dp": 4, "shard": 2}, "nothing is divided among"),
         ({"dp": 2, "zero": 2, "keep_gathered": True}, "only ZeRO-3 gathers units"),

@@ -17,11 +17,17 @@ from minidist.parallel.hybrid.plan import Plan
     [
         ({"fragments": 4}, "plan fragments=4 with every gradient summed"),
         ({"outer_lr": 0.5}, "plan outer_lr=0.5 with every gradient summed"),
-        ({"local_steps": 0}, "ranks meet after a whole number of steps, from 1"),
-        ({"local_steps": 2.5}, "ranks meet after a whole number of steps, from 1"),
+        (
+            {"local_steps": 0},
+            "ranks exchange weights after a whole number of steps; choose 1 or more",
+        ),
+        (
+            {"local_steps": 2.5},
+            "ranks exchange weights after a whole number of steps; choose 1 or more",
+        ),
         (
             {"local_steps": 25, "tp": 2, "dp": 2},
-            "local_steps=25 with tp=2: each rank trains a whole model by itself; use dp=4",
+            "local_steps=25 with tp=2: each rank trains its own whole model; use dp=4",
         ),
         (
             {"local_steps": 25, "zero": 1, "dp": 2},
@@ -51,8 +57,8 @@ from minidist.parallel.hybrid.plan import Plan
         ({"local_steps": 25, "fragments": 0}, "choose fragments that divide local_steps"),
         ({"local_steps": 25, "delay": 25}, "choose 0 to 24"),
         ({"local_steps": 25, "delay": -1}, "choose 0 to 24"),
-        ({"local_steps": 25, "mix": 1.0}, "a part from 0 to less than 1 stays"),
-        ({"local_steps": 25, "mix": float("nan")}, "a part from 0 to less than 1 stays"),
+        ({"local_steps": 25, "mix": 1.0}, "choose 0 to less than 1"),
+        ({"local_steps": 25, "mix": float("nan")}, "choose 0 to less than 1"),
         ({"local_steps": 25, "outer": "adam"}, "plan outer='adam': choose one of sgd, nesterov"),
         (
             {"local_steps": 25, "outer_compress": "1-bit"},
@@ -66,7 +72,7 @@ from minidist.parallel.hybrid.plan import Plan
             {"local_steps": 25, "compress": "8bit", "dp": 2},
             "no gradient travels; use outer_compress",
         ),
-        ({"local_steps": 25, "outer_lr": 0.0}, "the outer rate is above 0"),
+        ({"local_steps": 25, "outer_lr": 0.0}, "choose an outer rate above 0"),
         ({"local_steps": 25, "outer_momentum": 1.0}, "choose from 0 to less than 1"),
         ({"local_steps": 25, "outer_momentum": 0.0}, "choose outer=sgd"),
     ],

@@ -24,7 +24,7 @@ from minidist.parallel.hybrid.plan import AXES, Plan
         ({"dp": 2, "microbatches": 4}, "no pipeline to fill; use accumulate=4"),
         (
             {"dp": 2, "microbatches": 4, "accumulate": 3},
-            "use accumulate=12, which takes as many passes",
+            "use accumulate=12, which makes as many passes",
         ),
         (
             {"dp": 2, "tp": 2, "strategy": "parameter-server"},
@@ -153,7 +153,7 @@ def test_what_it_names_can_cut_the_model() -> None:
     [
         (
             {},
-            "raise it, take fewer sequences at once (accumulate), keep less of them "
+            "raise it, use fewer sequences per pass (accumulate), keep less of them "
             "(checkpoint_blocks), or offload more (offload)",
         ),
         ({"dp": 2}, "(checkpoint_blocks), divide more (zero), or offload more (offload)"),
@@ -163,15 +163,15 @@ def test_what_it_names_can_cut_the_model() -> None:
         ),
         (
             {"tp": 2, "checkpoint_blocks": "all"},
-            "raise it, take fewer sequences at once (accumulate), or offload more (offload)",
+            "raise it, use fewer sequences per pass (accumulate), or offload more (offload)",
         ),
         (
             {"pp": 2, "schedule": "pipedream", "checkpoint_blocks": "all"},
-            "raise it, or take fewer sequences at once (accumulate)",
+            "raise it, or use fewer sequences per pass (accumulate)",
         ),
         (
             {"zero": 3, "offload": "all"},
-            "take fewer sequences at once (accumulate), or keep less of them (checkpoint_blocks)",
+            "use fewer sequences per pass (accumulate), or keep less of them (checkpoint_blocks)",
         ),
     ],
 )

@@ -112,7 +112,7 @@ def check(plan: dict[str, Any], parts: list[float]) -> None:
         assert difference(ours[0]["weights"], ends[0][0]["weights"]) < 1e-10
         assert part < 1 or plan.get("pp", 1) > 1 or set(ours[0]["chosen"]) == {"none"}
         assert ours[0]["again"] == [MEASURED + 2 * (way == "all") for way in ours[0]["chosen"]]
-    with pytest.raises(MemoryLimitError, match="raise it, or take fewer sequences at once"):
+    with pytest.raises(MemoryLimitError, match="raise it, or use fewer sequences per pass"):
         train({**plan, "activation_memory": least // 2}, steps=MEASURED)
 
 

@@ -84,14 +84,15 @@ def test_buffers_are_bounded_and_one_is_left_for_who_must_have_it() -> None:
 def test_who_waits_for_a_buffer_in_vain_is_told() -> None:
     pool = Pool(1, PAGE, "cpu", MemoryAccount())
     pool.take()
-    with pytest.raises(TimeoutError, match="none of 1 buffers came free in 0.01 s"):
+    with pytest.raises(TimeoutError, match="none of 1 buffers became free in 0.01 s"):
         pool.take(limit=0.01)
 
 
 def test_too_little_room_is_told_with_the_need(tmp_path: Path) -> None:
     place = disk(who="rank 3")
     with pytest.raises(
-        DiskError, match=r"rank 3 needs 1,000,000,000,000,000,000 bytes in .*are free; make room"
+        DiskError,
+        match=r"rank 3 needs 1,000,000,000,000,000,000 bytes in .*are free; free some space",
     ):
         place.require(10**18)
     place.close()

@@ -296,7 +296,7 @@ def test_the_error_of_a_gradient() -> None:
             "choose whole, or one or several of 8bit, shard, offload",
         ),
         ({"keep_activations": "8bit,8bit", "checkpoint_blocks": "all"}, "choose whole"),
-        ({"keep_activations": "8bit"}, "no block keeps its input alone; use checkpoint_blocks=all"),
+        ({"keep_activations": "8bit"}, "no block keeps only its input; use checkpoint_blocks=all"),
         (
             {"keep_activations": "offload", "checkpoint_blocks": "scores"},
             "use checkpoint_blocks=all",

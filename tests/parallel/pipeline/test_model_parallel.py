@@ -197,5 +197,5 @@ def test_one_rank_works_at_a_time() -> None:
 
 
 def test_layers_that_do_not_fit() -> None:
-    with pytest.raises(ShardError, match="take at most 4"):
+    with pytest.raises(ShardError, match="use at most 4"):
         md.run(lambda world: ModelParallel(GPT(tiny(layers=2)), world, seed=0), size=5)

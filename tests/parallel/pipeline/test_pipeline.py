@@ -679,7 +679,7 @@ def test_what_cannot_work_is_refused_before_anything_runs() -> None:
         md.run(job, 3, None, size=2)
     with pytest.raises(ShardError, match="must add up to 2"):
         md.run(job, 2, [2, 2], size=2)
-    with pytest.raises(ShardError, match="take at most 4"):
+    with pytest.raises(ShardError, match="use at most 4"):
         md.run(job, 5, None, size=5)
 
 

@@ -156,8 +156,8 @@ def test_what_there_is() -> None:
         ("dualpipe", 2, 2, None, "choose one of naive, gpipe, 1f1b, interleaved, zb-h1, zb-v"),
         ("1f1b", 0, 2, None, "both are at least 1"),
         ("1f1b", 2, 0, None, "both are at least 1"),
-        ("gpipe", 2, 2, 2, "one stage a rank, not 2; take interleaved"),
-        ("zb-v", 2, 2, 3, "two stages a rank, not 3"),
+        ("gpipe", 2, 2, 2, "one stage per rank, not 2; use interleaved"),
+        ("zb-v", 2, 2, 3, "two stages per rank, not 3"),
         ("interleaved", 2, 2, 0, "at least 1"),
     ):
         with pytest.raises(ScheduleError, match=says):
@@ -198,8 +198,8 @@ def halves(instruction: Instruction) -> list[Instruction]:
 BROKEN = {
     "use before arrival": (
         swapped("gpipe", 1, RecvActivation(1, 1), Forward(1, 1)),
-        "rank 1 does the forward of microbatch 1 on stage 1 before what it needs is there: the "
-        "receive of the activation of microbatch 1 on stage 1 comes later",
+        "rank 1 does the forward of microbatch 1 on stage 1 before its input is there: the "
+        "receive of the activation of microbatch 1 on stage 1 is later",
     ),
     "never received": (
         without("gpipe", 1, RecvActivation(1, 1)),
@@ -211,7 +211,7 @@ BROKEN = {
     ),
     "sent before computed": (
         swapped("gpipe", 0, Forward(0, 1), SendActivation(0, 1)),
-        "send of the activation of microbatch 1 on stage 0 before what it needs is there",
+        "send of the activation of microbatch 1 on stage 0 before its input is there",
     ),
     "missing forward": (
         without("1f1b", 0, Forward(0, 1), SendActivation(0, 1), Backward(0, 1), RecvGradient(0, 1)),
@@ -231,7 +231,7 @@ BROKEN = {
     ),
     "foreign stage": (
         changed("gpipe", 0, (Forward(1, 0),)),
-        "rank 0 does the forward of microbatch 0 on stage 1, a stage that is not its own",
+        "rank 0 does the forward of microbatch 0 on stage 1, a stage of another rank",
     ),
     "whole and in parts": (
         changed("1f1b", 0, (*make_schedule("1f1b", 2, 2).lists[0], BackwardInput(0, 0))),
@@ -248,7 +248,7 @@ BROKEN = {
     ),
     "another order": (
         swapped("gpipe", 0, SendActivation(0, 0), SendActivation(0, 1)),
-        "before what it needs",
+        "before its input",
     ),
     "orders cross": (
         changed(
@@ -264,7 +264,7 @@ BROKEN = {
             ),
         ),
         "received in another order than sent: the receive of the activation of microbatch 1 on "
-        "stage 1 comes first, but rank 1 expects the receive of the activation of microbatch 0",
+        "stage 1 arrives first, but rank 1 expects the receive of the activation of microbatch 0",
     ),
     "deadlock": (
         swapped("naive", 0, SendActivation(0, 0), RecvGradient(0, 0)),

@@ -26,7 +26,7 @@ def test_no_split_has_a_faster_slowest_stage(
     costs: list[int], stages: int, first: int, last: int
 ) -> None:
     if len(costs) < stages - 2:
-        with pytest.raises(ShardError, match=f"take at most {len(costs) + 2}"):
+        with pytest.raises(ShardError, match=f"use at most {len(costs) + 2}"):
             balanced_layers(costs, stages)
         return
 

@@ -118,7 +118,9 @@ def test_what_no_rank_offers_is_named_on_every_rank() -> None:
         return str(error.value)
 
     (told,) = set(md.run(restored, size=2))
-    assert told.startswith("rank 0 wants ") and "no rank has them; go on from a checkpoint" in told
+    assert (
+        told.startswith("rank 0 needs ") and "no rank has them; continue from a checkpoint" in told
+    )
 
 
 def test_a_rank_receives_only_what_it_lacks() -> None:

@@ -331,9 +331,9 @@ def refusal(
             {"dp": 2, "zero": 1},
             {},
             {"optimizer": "sgd"},
-            "was trained by AdamW, this training takes SGD",
+            "was trained by AdamW, this training uses SGD",
         ),
-        ({"tp": 2}, {}, {"optimizer": "adam"}, "was trained by AdamW, this training takes Adam"),
+        ({"tp": 2}, {}, {"optimizer": "adam"}, "was trained by AdamW, this training uses Adam"),
     ],
     ids=["more layers", "wider", "fewer layers", "another dtype", "sgd", "adam"],
 )

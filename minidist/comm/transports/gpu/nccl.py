@@ -80,11 +80,11 @@ def find() -> Any:
         cupy = module_for("cuda")
         from cupy.cuda import nccl
     except (ImportError, DeviceError) as error:
-        raise LaunchError(f"transport 'nccl' cannot work here: {error}; or take auto") from error
+        raise LaunchError(f"transport 'nccl' cannot work here: {error}; use auto") from error
     if not nccl.available:
         raise LaunchError(
             "transport 'nccl' cannot work here: CuPy finds no NCCL; pip install "
-            "nvidia-nccl-cu13 (or nvidia-nccl-cu12), or take auto"
+            "nvidia-nccl-cu13 (or nvidia-nccl-cu12), or use auto"
         )
     return cupy
 
@@ -167,7 +167,7 @@ class NcclNative(GpuNative):
         drawn = gpu.within_limit(gpu.nccl.get_unique_id, "NCCL's id") if self._rank == 0 else b""
         id = self._tell(np.frombuffer(drawn, np.uint8))[0].tobytes()
         self._comm = gpu.within_limit(
-            lambda: Communicator(gpu, side, self._size, id, self._rank), "NCCL's ranks to meet"
+            lambda: Communicator(gpu, side, self._size, id, self._rank), "NCCL's ranks to join"
         )
         self._queue = self._comm.queue
         self._bytes = gpu.nccl.NCCL_UINT8

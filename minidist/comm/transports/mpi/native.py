@@ -60,8 +60,8 @@ class MpiNative(Native):
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise CommError(
                 "this MPI grants MPI_THREAD_SERIALIZED only, where two groups that make their "
-                "communicators at once can wait for each other; take algorithm native in the "
-                "world only"
+                "communicators at once can wait for each other; use algorithm native in the world "
+                "group only"
             )
         members = engine.comm.Get_group().Incl(list(world_ranks))
         self._comm = engine.comm.Create_group(members, group % 32000)

@@ -48,8 +48,8 @@ class MpiTransport(StreamTransport):
     def __init__(self, limit: float) -> None:
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise CommError(
-                "MPI was initialised for one thread only, and a rank here has several: leave "
-                "mpi4py.rc's thread_level alone, or take a library that grants "
+                "MPI was initialised for one thread only, and a rank here has several: do not "
+                "change mpi4py.rc's thread_level, or use an MPI library that grants "
                 "MPI_THREAD_SERIALIZED"
             )
         self.comm = comm = MPI.COMM_WORLD.Dup()  # separate from the messages of other code

@@ -101,7 +101,8 @@ def _admit(listener: socket.socket, token: bytes, expected: set[int], news: "New
         with lock:
             if rank not in expected:
                 raise CommError(
-                    f"a caller said it is rank {rank!r}; expected are {sorted(expected)}"
+                    f"a connecting process says that it is rank {rank!r}; expected are "
+                    f"{sorted(expected)}"
                 )
             expected.remove(rank)
         sock.settimeout(None)

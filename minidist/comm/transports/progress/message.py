@@ -160,11 +160,11 @@ class Frame:
         target = receive.accept(self.header.meta, nbytes)
         if target.nbytes != nbytes or target.ndim != 1 or not target.flags.c_contiguous:
             raise CommError(
-                f"{receive} has {nbytes} bytes, and was to fill {target.nbytes}, shape "
+                f"{receive} has {nbytes} bytes, but the array to fill has {target.nbytes}, shape "
                 f"{target.shape}"
             )
         if receive.reduce is None and not target.flags.writeable:
-            raise CommError(f"{receive} was to fill an array that is read-only")
+            raise CommError(f"{receive} cannot be stored: the array to fill is read-only")
         return target
 
     def _reduce(self, piece: np.ndarray) -> None:

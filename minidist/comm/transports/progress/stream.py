@@ -245,7 +245,7 @@ class StreamTransport(Engine):
         except (EOFError, OSError) as error:
             self._end_of(peer, error)
         except CommError as error:
-            self._lose(peer, f"what came from it cannot be used: {error}")
+            self._lose(peer, f"its data cannot be used: {error}")
         else:
             self._settle(peer, frame)
             return fresh or moved > 0
@@ -278,8 +278,9 @@ class StreamTransport(Engine):
         if peer.unexpected_bytes + nbytes > UNEXPECTED_LIMIT:
             raise CommError(
                 f"a message of {nbytes} bytes (tag {tag.group:x}/{tag.sequence}) that no receive "
-                f"asks for stands before one that is; {peer.unexpected_bytes} bytes are buffered "
-                f"already, and {UNEXPECTED_LIMIT} may be: receive in the order in which the peer "
+                f"asks for arrived before an awaited one; {peer.unexpected_bytes} bytes are "
+                f"buffered already, at most {UNEXPECTED_LIMIT} are allowed: receive in the order "
+                "in which the peer "
                 "sends"
             )
         peer.unexpected_bytes += nbytes

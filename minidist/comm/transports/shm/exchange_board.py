@@ -179,4 +179,4 @@ class BoardWait(Operation):
         return () if self.finished else tuple(self.board.missing())
 
     def __str__(self) -> str:
-        return f"ranks {self.board.missing()} to come to a collective in shared memory"
+        return f"ranks {self.board.missing()} to enter a collective in shared memory"

@@ -260,8 +260,8 @@ class ShmTransport(PolledTransport):
                 )
             except PermissionError as error:
                 raise CommError(
-                    f"rank {self.world_rank} may not read {what} any more, which it could when "
-                    f"they met ({error}); did it change its user, or forbid being debugged?"
+                    f"rank {self.world_rank} can no longer read {what}, but could when the job "
+                    f"started ({error}); did that rank change its user, or forbid debugging?"
                 ) from error
             except OSError as error:
                 lost = self._lost(

@@ -379,7 +379,7 @@ def test_a_communicator_that_nobody_else_makes_ends_with_the_limit(cupy, monkeyp
     def ranks(world):
         world.all_reduce(cupy.asarray(np.ones(4)))
 
-    with pytest.raises(TimeoutError, match="waited 0.2 s for NCCL's ranks to meet"):
+    with pytest.raises(TimeoutError, match="waited 0.2 s for NCCL's ranks to join"):
         run_on_gpus(ranks, size=2)
 
 
@@ -685,7 +685,7 @@ def test_ranks_are_processes_that_meet_and_part(tmp_path, monkeypatch):
 def test_without_cupy_it_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(
-        LaunchError, match=r"transport 'nccl' cannot work here: .*CuPy.*take auto"
+        LaunchError, match=r"transport 'nccl' cannot work here: .*CuPy.*use auto"
     ) as caught:
         nccl.find()
     assert "\n" not in str(caught.value)

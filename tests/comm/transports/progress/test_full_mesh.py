@@ -234,7 +234,7 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
 
     def come_last() -> None:
         deadline = time.monotonic() + 10
-        while caplog.text.count("said it is rank") < 2 and time.monotonic() < deadline:
+        while caplog.text.count("says that it is rank") < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         greet(callers[2], 1)
 
@@ -250,8 +250,8 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
         for thread in (*threads, late):
             thread.join()
     assert set(links) == {1}
-    assert "said it is rank 7" in caplog.text
-    assert "said it is rank '1'" in caplog.text
+    assert "says that it is rank 7" in caplog.text
+    assert "says that it is rank '1'" in caplog.text
     for sock in [*callers, *links.values()]:
         sock.close()
 

@@ -252,7 +252,7 @@ def test_a_failing_reduce_is_raised_by_wait_and_the_link_stays_whole(kind):
 def test_an_array_that_does_not_fit_is_refused(kind):
     with linked(kind) as (zero, one):
         zero.start_send(1, tag(1), np.zeros(10)).wait()
-        with pytest.raises(CommError, match="has 80 bytes, and was to fill 72"):
+        with pytest.raises(CommError, match="has 80 bytes, but the array to fill has 72"):
             one.start_recv(0, tag(1), into(np.zeros(9))).wait()
         zero.start_send(1, tag(1), np.zeros(10)).wait()
         constant = np.zeros(10)
