@@ -64,9 +64,12 @@ def parity(
     error = max(difference(mine, target) for mine in ranks)
     if error < 1e-10:
         return Result(task, True, f"{wanted}, to 1e-10", f"{wanted}, to 1e-10")
-    mistake, advice = named(signs, bool, mistake, advice)
     mistake, advice = named(
-        known, lambda wrong: difference(ranks[0], wrong) < 1e-9, mistake, advice
+        mistake,
+        advice,
+        known=known,
+        gives=lambda wrong: difference(ranks[0], wrong) < 1e-9,
+        signs=signs,
     )
     return Result(task, False, wanted, f"off by {error:.1e}", mistake, advice)
 

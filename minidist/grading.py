@@ -152,18 +152,23 @@ Signs = Mapping[str, Any]
 
 
 def named(
-    table: Mapping[str, Any] | None, fits: Callable[[Any], Any], mistake: str, advice: str
+    mistake: str,
+    advice: str,
+    *,
+    known: Known | None = None,
+    gives: Callable[[Any], Any] = bool,
+    signs: Signs | None = None,
 ) -> tuple[str, str]:
-    """Return the name and the advice of the first mistake in `table` that fits; `mistake` and
-    `advice` if none does.
+    """Return the name and the advice of the first known mistake that a wrong answer shows; `mistake`
+    and `advice` if it shows none.
 
-    Args:    fits: fits(entry) tells whether an entry is it. An entry that is a function is called
-             first.
+    Args:    gives: gives(value) tells whether the answer is this wrong value of `known`.
     """
-    for name, entry in (table or {}).items():
-        by, own = entry if isinstance(entry, Mistake) else (entry, advice)
-        if fits(by() if callable(by) else by):
-            return name, own
+    for table, fits in ((known, gives), (signs, bool)):
+        for name, entry in (table or {}).items():
+            by, own = entry if isinstance(entry, Mistake) else (entry, advice)
+            if fits(by() if callable(by) else by):
+                return name, own
     return mistake, advice
 
 
@@ -183,7 +188,7 @@ def judge(
              advice: if none of them holds.
     """
     if not passed:
-        mistake, advice = named(signs, bool, mistake, advice)
+        mistake, advice = named(mistake, advice, signs=signs)
     return Result(task, bool(passed), target, measured, mistake, advice)
 
 
@@ -207,8 +212,13 @@ def expect(
     """
     passed = bool(same(measured, target))
     if not passed:
-        mistake, advice = named(signs, bool, mistake, advice)
-        mistake, advice = named(known, lambda wrong: same(measured, wrong), mistake, advice)
+        mistake, advice = named(
+            mistake,
+            advice,
+            known=known,
+            gives=lambda wrong: same(measured, wrong),
+            signs=signs,
+        )
     return Result(task, passed, show(target), show(measured), mistake, advice)
 
 
