@@ -89,13 +89,16 @@ FAULTS = {
 """{what `_one_backward` counts: (target, measured, mistake, advice) if it is not 0}"""
 
 
+_on_ranks = partial(on_ranks, target="every rank returns", mistake="the ranks wait for each other")
+
+
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """The plain loop, buckets, one backward, then whole training runs."""
     for size in (2, 3):
         yield _plain(size, run(_run_plain, exercise, size=size, limit=LIMIT))
     yield _order(exercise.assign_buckets([40, 10, 30, 20], 50))
     for size in (2, 3):
-        ranks = _ending(
+        ranks = _on_ranks(
             _one_backward,
             exercise,
             size=size,
@@ -106,7 +109,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield _gradients(size, ranks)
         yield _traffic(size, ranks)
     yield _training(
-        _ending(
+        _on_ranks(
             _train,
             exercise,
             size=3,
@@ -114,9 +117,6 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
             advice="every rank synchronises in every batch: section 5 (hole 6)",
         )
     )
-
-
-_ending = partial(on_ranks, target="every rank returns", mistake="the ranks wait for each other")
 
 
 # -------------------------------------------------------------------------------- what the ranks do
