@@ -61,7 +61,7 @@ def parity(
     Args:    mistake, advice: if it is no known mistake. known: by the array that rank 0 then has.
              signs: tried after `known`. wanted: whose numbers `target` has.
     """
-    error = max(difference(mine, target) for mine in ranks)
+    error = np.max([difference(mine, target) for mine in ranks])  # a NaN of any rank stays
     if error < 1e-10:
         return Result(task, True, f"{wanted}, to 1e-10", f"{wanted}, to 1e-10")
     mistake, advice = named(
@@ -77,5 +77,5 @@ def parity(
 def replicas(task: str, ranks: Sequence[np.ndarray], mistake: str, advice: str) -> Result:
     """Return a Result that passes if every rank's array is rank 0's, to 1e-12 of its largest
     number."""
-    apart = max(difference(mine, ranks[0]) for mine in ranks)
-    return Result(task, apart < 1e-12, "equal", f"apart by {apart:.1e}", mistake, advice)
+    apart = np.max([difference(mine, ranks[0]) for mine in ranks])  # a NaN of any rank stays
+    return Result(task, bool(apart < 1e-12), "equal", f"apart by {apart:.1e}", mistake, advice)

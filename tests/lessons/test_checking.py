@@ -94,6 +94,11 @@ def test_one_wrong_rank_is_enough() -> None:
     )
 
 
+def test_a_nan_on_a_later_rank_is_seen() -> None:
+    assert not told(RIGHT, RIGHT * np.nan, RIGHT).passed
+    assert not replicas("copies", [RIGHT, RIGHT * np.nan, RIGHT], "apart", "section 3").passed
+
+
 def test_replicas_are_equal_to_1e_12() -> None:
     assert replicas("copies", [RIGHT, RIGHT], "apart", "section 3").passed
     found = replicas("copies", [RIGHT, RIGHT + 1e-11], "apart", "section 3")
