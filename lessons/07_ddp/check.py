@@ -276,7 +276,7 @@ def _plain(size: int, ranks: list[np.ndarray]) -> Result:
         signs={
             "divided by local tokens": Mistake(both, mean_of_means),
             "the replicas drifted apart": Mistake(
-                max(float(np.abs(mine - ranks[0]).max()) for mine in ranks) > 1e-10,
+                np.max([np.abs(mine - ranks[0]).max() for mine in ranks]) > 1e-10,
                 "every rank updates by the same gradient: section 4 (hole 2)",
             ),
         },
@@ -411,8 +411,8 @@ def _training(ranks: list[dict[str, Any]]) -> Result:
     steps = EPOCHS * BATCHES
     size = len(ranks)
     target = _serial_weights(size)
-    drift = max(difference(figures["weights"], ranks[0]["weights"]) for figures in ranks)
-    error = max(difference(figures["weights"], target) for figures in ranks)
+    drift = np.max([difference(figures["weights"], ranks[0]["weights"]) for figures in ranks])
+    error = np.max([difference(figures["weights"], target) for figures in ranks])
     task = f"{size} ranks, {EPOCHS} epochs of {BATCHES} batches"
     finished = ranks[0]["finished"]
     if finished != steps:

@@ -160,7 +160,7 @@ def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result
                 "section 1 (holes 3 to 6)",
             )
             return
-        off = max(float(np.abs(mine - right).max()) for mine, right in zip(found, due, strict=True))
+        off = np.max([np.abs(mine - right).max() for mine, right in zip(found, due, strict=True)])
         signs: Signs = {
             name: Mistake(partial(_gives, found, run, old, new), f"section 1 (hole {number})")
             for name, (old, new, number) in MISTAKES.items()

@@ -196,7 +196,7 @@ def _step(exercise: ModuleType, shape: dict[str, int]) -> Result:
         target="every rank returns",
         advice="every rank of a group calls the same: section 1 (holes 4 to 8)",
     )
-    off = max(float(np.abs(mine - right).max()) for mine, right in zip(found, target, strict=True))
+    off = np.max([np.abs(mine - right).max() for mine, right in zip(found, target, strict=True)])
 
     def gives(old: str, new: str) -> bool:
         wrong = _stepped(variant(plain_hybrid, old, new), shape)
