@@ -142,19 +142,19 @@ def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
         parameters = sum(parameter.size for parameter in model.parameters())
     mine = exercise.training_bytes(parameters, False)
     for category in ("parameters", "gradients", "optimizer"):
-        known = (
-            {4: "one moment forgotten", 12: "that is mixed precision's"}
-            if category == "optimizer"
-            else {}
-        )
-        mistake = known.get(mine[category] // parameters, "wrong bytes")
+        each = mine[category] // parameters
+        adam = category == "optimizer"
         yield expect(
             f"float32, {category}, {_name(config)}",
             size_text(held[category]),
             size_text(mine[category]),
-            mistake,
+            "wrong bytes",
             f"the account counted {held[category] / parameters:g} bytes a parameter: Adam keeps "
             "two moments in the parameters' precision: section 3 (hole 6)",
+            signs={
+                "one moment forgotten": adam and each == 4,
+                "that is mixed precision's": adam and each == 12,
+            },
         )
 
 
@@ -239,19 +239,15 @@ def _evaluation(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
     """The same number, with no more memory than evaluation needs."""
     target, target_peak, target_after = _measure(_reference, config)
     result, peak, after = _measure(exercise.evaluate, config)
-    keeper = (
-        "the loss Tensors keep their tapes alive"
-        if isinstance(result, float)
-        else "the total is a Tensor with every tape"
-    )
-    yield Result(
+    yield judge(
         "evaluate, memory afterwards",
         after <= target_after,
         size_text(target_after),
         size_text(after),
-        keeper,
+        "the loss Tensors keep their tapes alive",
         "a Tensor remembers how it was made, and so all activations; keep loss.item(): section "
         "6 (hole 8)",
+        signs={"the total is a Tensor with every tape": not isinstance(result, float)},
     )
     yield Result(
         "evaluate, memory at the peak",

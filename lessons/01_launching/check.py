@@ -228,15 +228,17 @@ def _devices(exercise: ModuleType) -> Result:
         )
         target = int(visible.split(",")[rank % PER_NODE])
         if str(measured) != str(target):
-            unmapped = str(measured) == str(rank % PER_NODE)
-            mistake = "device 0 .. 3 although others are visible" if unmapped else "wrong device"
-            return Result(
+            return judge(
                 task,
                 False,
                 f"rank {rank} on GPU {target}",
                 f"rank {rank} on GPU {measured}",
-                mistake,
+                "wrong device",
                 "LOCAL_RANK is a place in the visible list: read section 4 again",
+                signs={
+                    "device 0 .. 3 although others are visible": str(measured)
+                    == str(rank % PER_NODE)
+                },
             )
     return Result(
         task, True, "four GPUs on each machine, one a rank", "four GPUs on each machine, one a rank"

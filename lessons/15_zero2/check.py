@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.grading import Mistake, Result, expect, sent_since, totals
+from minidist.grading import Mistake, Result, expect, judge, sent_since, totals
 from minidist.lessons import zero_lab as lab
 from minidist.lessons.checking import on_ranks, parity, replicas
 from minidist.lessons.lab import new_model, weights
@@ -296,15 +296,14 @@ def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
             "the gradient itself can be summed, because it does not "
             "change meanwhile; a copy beside it is a third bucket: section 2 (hole 3)",
         )
-    task = f"{size} ranks, in flight when backward goes on"
-    mistake = "too many in flight" if most else "backward stands still until each has landed"
-    return Result(
-        task,
+    return judge(
+        f"{size} ranks, in flight when backward goes on",
         most == 1,
         "one",
         f"{most} of {runs}",
-        mistake,
+        "backward stands still until each has landed",
         "when one sets out, the one before it lands: sections 1 and 2 (hole 4)",
+        signs={"too many in flight": most},
     )
 
 
