@@ -7,6 +7,10 @@
     the library   is the answer key: check.py asks it for the right values, so that answers stay
                   up to date
 
+A check is a measure and a table: what it runs and reads, and the mistakes that are known by what
+they give (`Known`) or by what the answer shows (`Signs`). `expect` and `judge` make a Result of both;
+`minidist/lessons/checking.py` has what checks that start ranks share.
+
 A check stops at the first task that fails, because later tasks would only repeat the same mistake.
 Then each hole is graded separately: the student's answer to it, and the right code in all the
 others. So the wrong hole is named, and filled holes are graded before all holes are filled. The
@@ -20,15 +24,16 @@ traceback of ours.
 import ast
 import importlib.util
 import inspect
+import operator
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from minidist import holes
 from minidist.errors import ConfigError, MinidistError, TimeoutError
@@ -76,6 +81,14 @@ class Result:
         return f"{blamed}{self.task}: {self.measured}, target {self.target}: {tail}"
 
 
+class TaskFailed(MinidistError):
+    """A task that failed so that nothing more can be measured: `result` ends the check."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(result.line())
+        self.result = result
+
+
 @dataclass(frozen=True)
 class HoleGrade:
     """The grade of one hole, with the right code in all the others: `state` is "right", "wrong" or
@@ -116,10 +129,97 @@ class Grade:
         return {**asdict(self), "passed": self.passed}
 
 
-def expect(task: str, target: Any, measured: Any, mistake: str = "", advice: str = "") -> Result:
-    """Return a Result that passes if `measured` equals `target`; `mistake` and `advice` are for the
-    other case."""
-    return Result(task, bool(measured == target), str(target), str(measured), mistake, advice)
+class Mistake(NamedTuple):
+    """How a known mistake is recognised, with advice of its own in place of the task's."""
+
+    by: Any  # what it gives, in a table of Known; whether the answer shows it, in a table of Signs
+    advice: str
+
+
+Known = Mapping[str, Any]
+"""Mistakes known by what they give, tried from the first: {name: wrong value}.
+
+    {"the biases forgotten": 12 * h * h + 4 * h,
+     "averaged twice": lambda: trained(1 / size),              computed only for a wrong answer
+     "nothing was pulled": Mistake(start, "section 1 (hole 3)")}
+"""
+
+Signs = Mapping[str, Any]
+"""Mistakes known by what the answer shows, tried from the first: {name: whether it shows it}.
+
+    {"rows are lost": len(covered) < rows, "a row twice": len(covered) > rows}
+"""
+
+
+def named(
+    mistake: str,
+    advice: str,
+    *,
+    known: Known | None = None,
+    gives: Callable[[Any], Any] = bool,
+    signs: Signs | None = None,
+) -> tuple[str, str]:
+    """Return the name and the advice of the first known mistake that a wrong answer shows; `mistake`
+    and `advice` if it shows none.
+
+    Args:    gives: gives(value) tells whether the answer is this wrong value of `known`.
+    """
+    for table, fits in ((known, gives), (signs, bool)):
+        for name, entry in (table or {}).items():
+            by, own = entry if isinstance(entry, Mistake) else (entry, advice)
+            if fits(by() if callable(by) else by):
+                return name, own
+    return mistake, advice
+
+
+def judge(
+    task: str,
+    passed: Any,
+    target: str,
+    measured: str,
+    mistake: str = "",
+    advice: str = "",
+    *,
+    signs: Signs | None = None,
+) -> Result:
+    """Return the Result of a task that the check itself has measured.
+
+    Args:    target, measured: as a student reads them. signs: what names the mistake. mistake,
+             advice: if none of them holds.
+    """
+    if not passed:
+        mistake, advice = named(mistake, advice, signs=signs)
+    return Result(task, bool(passed), target, measured, mistake, advice)
+
+
+def expect(
+    task: str,
+    target: Any,
+    measured: Any,
+    mistake: str = "",
+    advice: str = "",
+    *,
+    known: Known | None = None,
+    signs: Signs | None = None,
+    same: Callable[[Any, Any], Any] = operator.eq,
+    show: Callable[[Any], str] = str,
+) -> Result:
+    """Return a Result that passes if `measured` equals `target`.
+
+    Args:    known, signs: what names the mistake, in this order. mistake, advice: if neither does.
+             same: same(measured, value) tells whether two values are equal. show: makes the text of
+             both values that a student reads.
+    """
+    passed = bool(same(measured, target))
+    if not passed:
+        mistake, advice = named(
+            mistake,
+            advice,
+            known=known,
+            gives=lambda wrong: same(measured, wrong),
+            signs=signs,
+        )
+    return Result(task, passed, show(target), show(measured), mistake, advice)
 
 
 def load_module(path: Path, name: str) -> ModuleType:
@@ -195,6 +295,8 @@ def _results(
             results.append(result)
             if not result.passed:
                 break
+    except TaskFailed as failed:
+        results.append(failed.result)
     # whatever the student's code raises becomes part of the grade
     except (Exception, SystemExit) as error:
         results.append(explain(error, exercise_file))

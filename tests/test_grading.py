@@ -1,6 +1,7 @@
 """Holes, grades, and how a student's error becomes a result."""
 
 from collections.abc import Iterator
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from minidist.comm.ledger import Ledger
 from minidist.errors import ConfigError, KernelError
 from minidist.grading import (
     HoleError,
+    Mistake,
     Result,
     expect,
     grade,
     hole,
+    judge,
     load_module,
     sent_since,
     totals,
@@ -46,6 +49,61 @@ def test_a_result_is_one_line() -> None:
     bad = Result("bytes", False, "3.0 MiB", "3.5 MiB", "whole tensors", "read section 3.2 again")
     assert good.line() == "bytes: 3 ok"
     assert bad.line() == "bytes: 3.5 MiB, target 3.0 MiB: whole tensors: read section 3.2 again"
+
+
+KNOWN = {
+    "half": 5,
+    "double": Mistake(lambda: 20, "section 3"),
+    "double too": 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("measured", "mistake", "advice"),
+    [
+        (5, "half", "section 1"),
+        (20, "double", "section 3"),
+        (-10, "negative", "section 1"),
+        (7, "another", "section 1"),
+    ],
+)
+def test_the_first_known_mistake_names_a_wrong_answer(
+    measured: int, mistake: str, advice: str
+) -> None:
+    signs = {"negative": measured < 0, "negative too": measured < 0}
+    found = expect("count", 10, measured, "another", "section 1", known=KNOWN, signs=signs)
+    assert (found.passed, found.mistake, found.advice) == (False, mistake, advice)
+
+
+def test_a_known_mistake_comes_before_a_sign() -> None:
+    found = expect("count", 10, 5, "another", "", known={"half": 5}, signs={"small": True})
+    assert found.mistake == "half"
+
+
+def test_a_right_answer_looks_no_mistake_up() -> None:
+    known = {"never asked": lambda: pytest.fail("it was computed")}
+    assert expect("count", 10, 10, known=known, signs=known).passed
+    assert judge("count", True, "10", "10", signs=known).passed
+
+
+def test_values_are_compared_and_shown_as_the_check_says() -> None:
+    def found(measured: float) -> Result:
+        return expect(
+            "idle", 0.5, measured, known={"half": 0.25}, same=isclose, show="{:.1%}".format
+        )
+
+    assert found(0.5 + 1e-12).line() == "idle: 50.0% ok"
+    wrong = found(0.25 + 1e-12)
+    assert (wrong.target, wrong.measured, wrong.mistake) == ("50.0%", "25.0%", "half")
+
+
+def test_a_sign_names_what_the_check_has_judged() -> None:
+    def found(signs: dict[str, Any]) -> Result:
+        return judge("rows", False, "7 rows", "6 rows", "another", "section 1", signs=signs)
+
+    assert found({"lost": lambda: True, "twice": True}).mistake == "lost"
+    assert found({"lost": False, "twice": Mistake(True, "section 2")}).advice == "section 2"
+    assert (found({"lost": 0}).mistake, found({}).advice) == ("another", "section 1")
 
 
 def test_grading_stops_at_the_first_mistake(tmp_path: Path) -> None:
@@ -134,7 +192,7 @@ def test_a_mistake_outside_the_holes_blames_none(tmp_path: Path) -> None:
 
 
 def test_a_variant_of_a_plain_version_is_what_a_mistake_leads_to() -> None:
-    assert variant(expect, "measured == target", "measured != target")("a", 1, 2).passed
+    assert variant(expect, "same(measured, target)", "not same(measured, target)")("a", 1, 2).passed
 
 
 def test_an_error_names_the_students_line(tmp_path: Path) -> None:

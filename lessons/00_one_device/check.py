@@ -12,7 +12,7 @@ import numpy as np
 from minidist.autograd.tensor import no_grad
 from minidist.console import size_text
 from minidist.device import account
-from minidist.grading import Result, expect
+from minidist.grading import Mistake, Result, expect, judge
 from minidist.lessons.lab import new_model, random_batch
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD, Adam
@@ -78,27 +78,23 @@ def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
     (loss, weights) = trained(plain_single)
     (mine, found) = trained(exercise.plain_single)
     moved = not np.array_equal(found, trained(lambda *_: 0.0)[1])
-    mistake, advice = (
-        ("the weights did not move", "optimizer.step() in every batch (hole 2)")
-        if not moved
-        else (
-            "the gradients of the batches before are still there",
-            "optimizer.zero_grad() after each update: section 1 (hole 2)",
-        )
-        if np.allclose(found, trained(kept_gradients)[1], rtol=1e-5)
-        else (
-            "another step",
-            "divide by the number of targets, update, forget the gradients: section 1 (holes 1, 2)",
-        )
-    )
     right = found.shape == weights.shape and np.allclose(found, weights, rtol=1e-5)
-    yield Result(
+    yield judge(
         "weights after 3 batches",
         right,
         "the plain version's",
         "equal" if right else "others",
-        mistake,
-        advice,
+        "another step",
+        "divide by the number of targets, update, forget the gradients: section 1 (holes 1, 2)",
+        signs={
+            "the weights did not move": Mistake(
+                not moved, "optimizer.step() in every batch (hole 2)"
+            ),
+            "the gradients of the batches before are still there": Mistake(
+                lambda: np.allclose(found, trained(kept_gradients)[1], rtol=1e-5),
+                "optimizer.zero_grad() after each update: section 1 (hole 2)",
+            ),
+        },
     )
     yield Result(
         "the last loss",
@@ -116,28 +112,21 @@ def _parameters(exercise: ModuleType, config: GPTConfig) -> Result:
     layers = config.layers
     target = sum(parameter.size for parameter in GPT(config).parameters())
     measured = exercise.parameter_count(config.vocabulary, config.context, layers, h)
-    known = {
-        12 * h * h: "biases and norms forgotten",
-        12 * h * h + 9 * h: "the norms forgotten",
-        12 * h * h + 4 * h: "the biases forgotten",
-        12 * h * h + 11 * h: "only one norm a block",
-        9 * h * h + 11 * h: "q, k and v are three",
+    blocks = {
+        "biases and norms forgotten": 12 * h * h,
+        "the norms forgotten": 12 * h * h + 9 * h,
+        "the biases forgotten": 12 * h * h + 4 * h,
+        "only one norm a block": 12 * h * h + 11 * h,
+        "q, k and v are three": 9 * h * h + 11 * h,
     }
     right_block = 12 * h * h + 13 * h
-    mistake = next(
-        (
-            name
-            for block, name in known.items()
-            if measured == target + layers * (block - right_block)
-        ),
-        "a block has another size",
-    )
     return expect(
         f"numbers in a GPT, {_name(config)}",
         target,
         measured,
-        mistake,
+        "a block has another size",
         "a linear from m to n holds m n weights and n biases, a norm 2 width: hole 3",
+        known={name: target + layers * (block - right_block) for name, block in blocks.items()},
     )
 
 
@@ -153,19 +142,19 @@ def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
         parameters = sum(parameter.size for parameter in model.parameters())
     mine = exercise.training_bytes(parameters, False)
     for category in ("parameters", "gradients", "optimizer"):
-        known = (
-            {4: "one moment forgotten", 12: "that is mixed precision's"}
-            if category == "optimizer"
-            else {}
-        )
-        mistake = known.get(mine[category] // parameters, "wrong bytes")
+        each = mine[category] // parameters
+        adam = category == "optimizer"
         yield expect(
             f"float32, {category}, {_name(config)}",
             size_text(held[category]),
             size_text(mine[category]),
-            mistake,
+            "wrong bytes",
             f"the account counted {held[category] / parameters:g} bytes a parameter: Adam keeps "
             "two moments in the parameters' precision: section 3 (hole 6)",
+            signs={
+                "one moment forgotten": adam and each == 4,
+                "that is mixed precision's": adam and each == 12,
+            },
         )
 
 
@@ -173,31 +162,27 @@ def _mixed(exercise: ModuleType) -> Iterator[Result]:
     """The notes' five sources (N4:241), for 7 billion parameters."""
     parameters = 7 * 10**9
     mine = exercise.training_bytes(parameters, True)
-    halved = "that is float32's" if mine["gradients"] == 4 * parameters else "wrong bytes"
     yield expect(
         "mixed precision, gradients of 7 billion",
         2 * parameters,
         mine["gradients"],
-        halved,
-        "gradients have the parameters' precision: section 3 (hole 4)",
-    )
-    known = {
-        8: "the master weights are missing",
-        4: "master weights and one moment are missing",
-        16: "the parameters' bytes are not the optimizer's",
-        6: "moments in half precision",
-    }
-    mistake = next(
-        (name for size, name in known.items() if mine["optimizer"] == size * parameters),
         "wrong bytes",
+        "gradients have the parameters' precision: section 3 (hole 4)",
+        known={"that is float32's": 4 * parameters},
     )
     yield expect(
         "mixed precision, optimizer of 7 billion",
         12 * parameters,
         mine["optimizer"],
-        mistake,
+        "wrong bytes",
         "fp32 master weights, first and second moment, 4 bytes each (N4:244-246; N2:25 forgets "
         "the first): section 3 (hole 5)",
+        known={
+            "the master weights are missing": 8 * parameters,
+            "master weights and one moment are missing": 4 * parameters,
+            "the parameters' bytes are not the optimizer's": 16 * parameters,
+            "moments in half precision": 6 * parameters,
+        },
     )
 
 
@@ -219,18 +204,14 @@ def _activations(exercise: ModuleType, config: GPTConfig) -> Result:
     measured = exercise.kept_for_backward(
         config.layers, BATCH, config.context, config.width, config.heads
     )
-    mistake = (
-        "an entry of the table is missing"
-        if measured < target
-        else "too much: attention's scores, or an entry twice"
-    )
-    return Result(
+    return judge(
         f"activations of {_name(config)}",
         abs(measured - target) <= 0.01 * target,
         size_text(target),
         size_text(measured),
-        mistake,
+        "too much: attention's scores, or an entry twice",
         "add up the table in section 4: no term grows with the square of the context (hole 7)",
+        signs={"an entry of the table is missing": measured < target},
     )
 
 
@@ -258,19 +239,15 @@ def _evaluation(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
     """The same number, with no more memory than evaluation needs."""
     target, target_peak, target_after = _measure(_reference, config)
     result, peak, after = _measure(exercise.evaluate, config)
-    keeper = (
-        "the loss Tensors keep their tapes alive"
-        if isinstance(result, float)
-        else "the total is a Tensor with every tape"
-    )
-    yield Result(
+    yield judge(
         "evaluate, memory afterwards",
         after <= target_after,
         size_text(target_after),
         size_text(after),
-        keeper,
+        "the loss Tensors keep their tapes alive",
         "a Tensor remembers how it was made, and so all activations; keep loss.item(): section "
         "6 (hole 8)",
+        signs={"the total is a Tensor with every tape": not isinstance(result, float)},
     )
     yield Result(
         "evaluate, memory at the peak",

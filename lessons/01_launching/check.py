@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from minidist.grading import Result
+from minidist.grading import Mistake, Result, Signs, judge
 from minidist.launch import detect
 
 NODES = 2
@@ -104,14 +104,14 @@ def _identities(launcher: str, environs: list[dict[str, str]], mine: list[Any]) 
         for name, target in zip(NAMES, _library(environ), strict=True):
             measured = getattr(identity, name)
             if measured != target:
-                mistake, advice = _diagnose(launcher, name, measured, environ)
-                return Result(
+                return judge(
                     f"{launcher}, process {rank}",
                     False,
                     f"{NAMES[name]} {target}",
                     f"{NAMES[name]} {measured!r}",
-                    mistake,
-                    advice,
+                    "wrong variable",
+                    f"the table in section 3 lists what {launcher} sets",
+                    signs=_signs(launcher, name, measured, environ),
                 )
     text = f"{len(mine)} identities as md.init reads them"
     return Result(f"{launcher}, {NODES} x {PER_NODE}", True, text, text)
@@ -123,42 +123,43 @@ def _library(environ: dict[str, str]) -> tuple[int, int, int, int]:
     return launch.world_rank, launch.world_size, launch.local_rank, launch.node_rank
 
 
-def _diagnose(launcher: str, name: str, measured: Any, environ: dict[str, str]) -> tuple[str, str]:
-    """The name of the mistake behind one wrong number, and what to read again."""
-    if isinstance(measured, str):
-        return (
-            "text for a number",
-            "the environment holds texts; '4' + '1' is '41': wrap it in int(...)",
-        )
+def _signs(launcher: str, name: str, measured: Any, environ: dict[str, str]) -> Signs:
+    """What one wrong number of an identity shows."""
     local = {
         "torchrun": "LOCAL_RANK",
         "mpirun (Open MPI)": "OMPI_COMM_WORLD_LOCAL_RANK",
         "mpirun (MPICH)": "MPI_LOCALRANKID",
         "srun": "SLURM_LOCALID",
     }[launcher]
-    if name == "rank" and measured == int(environ[local]):
-        return "local rank for rank", (
+    rank_on_node = int(environ.get("OMPI_COMM_WORLD_NODE_RANK", -1))
+    return {
+        "text for a number": Mistake(
+            isinstance(measured, str),
+            "the environment holds texts; '4' + '1' is '41': wrap it in int(...)",
+        ),
+        "local rank for rank": Mistake(
+            name == "rank" and measured == int(environ[local]),
             f"{local} counts on one machine only: two processes now believe they are rank "
-            f"{measured}, and none is rank {NODES * PER_NODE - 1}: read section 2 again"
-        )
-    if name == "size" and measured == PER_NODE:
-        return (
-            "local size for size",
+            f"{measured}, and none is rank {NODES * PER_NODE - 1}: read section 2 again",
+        ),
+        "local size for size": Mistake(
+            name == "size" and measured == PER_NODE,
             "that counts one machine's processes, the job has two: read section 2 again",
-        )
-    if name == "node_rank" and launcher == "torchrun":
-        return "NODE_RANK under torchrun", (
+        ),
+        "NODE_RANK under torchrun": Mistake(
+            name == "node_rank" and launcher == "torchrun",
             "torchrun takes --node_rank but tells its workers GROUP_RANK, so NODE_RANK "
-            "is absent, every machine takes itself for the first: read section 3 again"
-        )
-    if name == "node_rank" and measured == int(environ.get("OMPI_COMM_WORLD_NODE_RANK", -1)):
-        return "OMPI_COMM_WORLD_NODE_RANK is not the machine", (
+            "is absent, every machine takes itself for the first: read section 3 again",
+        ),
+        "OMPI_COMM_WORLD_NODE_RANK is not the machine": Mistake(
+            name == "node_rank" and measured == rank_on_node,
             "Open MPI means the rank *on* the node by it; the machine is rank // local_size: "
-            "read section 3 again"
-        )
-    if name == "local_rank":
-        return "wrong local rank", f"{launcher} tells it as {local}: read section 3 again"
-    return "wrong variable", f"the table in section 3 lists what {launcher} sets"
+            "read section 3 again",
+        ),
+        "wrong local rank": Mistake(
+            name == "local_rank", f"{launcher} tells it as {local}: read section 3 again"
+        ),
+    }
 
 
 def _alone(identity: Any) -> Result:
@@ -227,15 +228,17 @@ def _devices(exercise: ModuleType) -> Result:
         )
         target = int(visible.split(",")[rank % PER_NODE])
         if str(measured) != str(target):
-            unmapped = str(measured) == str(rank % PER_NODE)
-            mistake = "device 0 .. 3 although others are visible" if unmapped else "wrong device"
-            return Result(
+            return judge(
                 task,
                 False,
                 f"rank {rank} on GPU {target}",
                 f"rank {rank} on GPU {measured}",
-                mistake,
+                "wrong device",
                 "LOCAL_RANK is a place in the visible list: read section 4 again",
+                signs={
+                    "device 0 .. 3 although others are visible": str(measured)
+                    == str(rank % PER_NODE)
+                },
             )
     return Result(
         task, True, "four GPUs on each machine, one a rank", "four GPUs on each machine, one a rank"

@@ -14,7 +14,7 @@ from minidist.comm.cost.critical_path import PATHS
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.errors import CommError
-from minidist.grading import Result
+from minidist.grading import Result, expect
 from minidist.launch import run
 
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
@@ -155,14 +155,13 @@ def _broadcast(exercise: ModuleType, size: int, root: int) -> Iterator[Result]:
             "3, 4)",
         )
         return
-    target = FORMULAS["broadcast", "tree"].messages_of(Case(size))
-    yield Result(
+    yield expect(
         task,
-        len(told) == target,
-        f"{target} messages",
-        f"{len(told)} messages",
+        FORMULAS["broadcast", "tree"].messages_of(Case(size)),
+        len(told),
         "wrong number of messages",
         "every rank but the root is told, once: section 2.2",
+        show="{} messages".format,
     )
 
 
@@ -237,15 +236,13 @@ def _all_to_all(exercise: ModuleType, size: int) -> Iterator[Result]:
                 "parts in the wrong places",
                 "what comes from src is part src: section 2.5 (hole 6)",
             )
-    target = FORMULAS["all_to_all", "pairwise"].messages_of(Case(size))
-    count = sum(len(link.sends) for link in links)
-    yield Result(
+    yield expect(
         task,
-        count == target,
-        f"{target} messages",
-        f"{count} messages",
+        FORMULAS["all_to_all", "pairwise"].messages_of(Case(size)),
+        sum(len(link.sends) for link in links),
         "wrong number of messages",
         "P-1 a rank: section 2.5",
+        show="{} messages".format,
     )
 
 
@@ -279,14 +276,14 @@ def _barrier(exercise: ModuleType, size: int) -> Iterator[Result]:
             "after a message from distance d a rank has heard of 2d ranks, itself among them; "
             "it may leave when that is all of them: section 2.6 (hole 7)",
         )
-    yield Result(
+    yield expect(
         task,
-        steps == target,
-        f"{target} messages a rank",
-        f"{steps} messages a rank",
+        target,
+        steps,
         "more steps than needed",
         "each message can tell of all that its sender has heard of, so the distance "
         "doubles: section 2.6 (hole 8)",
+        show="{} messages a rank".format,
     )
 
 
@@ -315,24 +312,23 @@ def _seconds(exercise: ModuleType, algorithm: str) -> Iterator[Result]:
     ):
         path = PATHS["all_reduce", algorithm](size)
         target = path.waits * alpha + path.moved * nbytes * beta
-        came = exercise.seconds(algorithm, size, nbytes, alpha, beta)
-        task = f"seconds of the {algorithm}, P={size}, n={nbytes}, α={alpha:g}, β={beta:g}"
-        mistake = "not the α-β model"
-        if not np.isclose(came, target):
-            if algorithm == "ring" and np.isclose(came, path.waits * (alpha + nbytes * beta)):
-                mistake = "whole tensors round the ring"
-            elif np.isclose(came, target / 2):
-                mistake = "half of the way"
-            elif algorithm == "tree" and np.isclose(came, 2 * (size - 1) * (alpha + nbytes * beta)):
-                mistake = "as many steps as ranks"
-        yield Result(
-            task,
-            bool(np.isclose(came, target)),
-            f"{target:g}",
-            f"{came:g}",
-            mistake,
+        round_the_ring = 2 * (size - 1) * (alpha + nbytes * beta)
+        ring = algorithm == "ring"
+        yield expect(
+            f"seconds of the {algorithm}, P={size}, n={nbytes}, α={alpha:g}, β={beta:g}",
+            target,
+            exercise.seconds(algorithm, size, nbytes, alpha, beta),
+            "not the α-β model",
             f"{path.waits} messages wait for each other, {path.moved:g} n bytes go: read section "
-            f"3 again (hole {9 if algorithm == 'tree' else 10})",
+            f"3 again (hole {10 if ring else 9})",
+            known={
+                "half of the way": target / 2,
+                "whole tensors round the ring" if ring else "as many steps as ranks": (
+                    round_the_ring
+                ),
+            },
+            same=np.isclose,
+            show="{:g}".format,
         )
 
 

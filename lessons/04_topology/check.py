@@ -13,7 +13,7 @@ from minidist.comm.collectives.hierarchical import plain_all_reduce
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.errors import CommError
-from minidist.grading import Result, load_module
+from minidist.grading import Result, expect, judge, load_module
 from minidist.launch import run
 
 wiring = load_module(Path(__file__).resolve().parent / "wiring.py", "04")
@@ -82,19 +82,16 @@ def _hops(exercise: ModuleType) -> Iterator[Result]:
     for size in (8, 5):
         for a, b in ((0, 1), (1, 0), (0, size - 1), (size - 2, 1), (3, 3)):
             target = wiring.ways(wiring.ring(size), a)[b][0]
-            came = exercise.ring_hops(a, b, size)
-            mistake = "wrong number of hops"
-            if came == abs(a - b):
-                mistake = "a line, not a ring"
-            elif came in ((b - a) % size, (a - b) % size):
-                mistake = "one way round only"
-            yield Result(
+            yield expect(
                 f"hops from {a} to {b}, ring of {size}",
-                bool(came == target),
-                str(target),
-                str(came),
-                mistake,
+                target,
+                exercise.ring_hops(a, b, size),
+                "wrong number of hops",
                 "a ring is closed, and a message may go round either way: section 1 (hole 1)",
+                known={
+                    "a line, not a ring": abs(a - b),
+                    "one way round only": max((b - a) % size, (a - b) % size),
+                },
             )
 
 
@@ -105,19 +102,17 @@ def _cuts(exercise: ModuleType) -> Iterator[Result]:
         links = [link if place % 3 else link[::-1] for place, link in enumerate(wires.links)]
         target = sum((a in half) != (b in half) for a, b in links)
         inside = sum(a in half and b in half for a, b in links)
-        came = exercise.cut(links, half)
-        mistake = {
-            2 * target: "each link counted twice",
-            inside: "links inside the half",
-            inside + target: "links that touch the half",
-        }.get(came, "wrong number of links")
-        yield Result(
+        yield expect(
             f"cut of {wires.name}",
-            bool(came == target),
-            str(target),
-            str(came),
-            mistake,
+            target,
+            exercise.cut(links, half),
+            "wrong number of links",
             "a link is cut when exactly one of its ends is in the half: section 1 (hole 2)",
+            known={
+                "links that touch the half": inside + target,
+                "links inside the half": inside,
+                "each link counted twice": 2 * target,
+            },
         )
 
 
@@ -137,34 +132,27 @@ def _groups(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result]:
     for rank in range(len(nodes)):
         target = _machine(rank, nodes)
         came = _listed(exercise.machine(rank, nodes))
-        mistake = "the wrong ranks of a machine"
-        if came == [other for other in target if other != rank]:
-            mistake = "a rank missing on its own machine"
-        elif came == list(range(target[0], target[0] + len(target))):
-            mistake = "ranks that follow each other"
-        yield Result(
+        yield expect(
             f"machine of rank {rank}, machines {nodes}",
-            came == target,
-            str(target),
-            str(came),
-            mistake,
+            target,
+            came,
+            "the wrong ranks of a machine",
             "nodes say which ranks share a machine, and neither their order nor rank // 2 does: "
             "section 4 (hole 3)",
+            known={
+                "a rank missing on its own machine": [other for other in target if other != rank],
+                "ranks that follow each other": list(range(target[0], target[0] + len(target))),
+            },
         )
     target = _leaders(nodes)
     came = _listed(exercise.leaders(nodes))
-    mistake = (
-        "machines' numbers are not ranks"
-        if came == sorted(set(nodes))
-        else "not one rank of each machine"
-    )
-    yield Result(
+    yield expect(
         f"leaders, machines {nodes}",
-        came == target,
-        str(target),
-        str(came),
-        mistake,
+        target,
+        came,
+        "not one rank of each machine",
         "the leader of machine m is the first rank whose machine is m: section 4 (hole 4)",
+        known={"machines' numbers are not ranks": sorted(set(nodes))},
     )
 
 
@@ -240,21 +228,19 @@ def _seconds(exercise: ModuleType) -> Iterator[Result]:
             (1, 9, 1.0, 1.0),
         ):
             target = 2 * (count - 1) * (alpha + nbytes / count * beta)
-            came = getattr(exercise, name)(count, nbytes, alpha, beta)
-            mistake = "not the α-β model"
-            if np.isclose(came, 2 * (count - 1) * (alpha + nbytes * beta)):
-                mistake = "whole tensors round the ring"
-            elif np.isclose(came, target / 2):
-                mistake = "half of the ring"
-            elif np.isclose(came, 2 * count * (alpha + nbytes / count * beta)):
-                mistake = "one step too many"
-            yield Result(
+            yield expect(
                 f"{name} of {count}, n={nbytes}, α={alpha:g}, β={beta:g}",
-                bool(np.isclose(came, target)),
-                f"{target:g}",
-                f"{came:g}",
-                mistake,
+                target,
+                getattr(exercise, name)(count, nbytes, alpha, beta),
+                "not the α-β model",
                 f"reduce-scatter and all-gather, a chunk a step: section 4 (hole {number})",
+                known={
+                    "whole tensors round the ring": 2 * (count - 1) * (alpha + nbytes * beta),
+                    "half of the ring": target / 2,
+                    "one step too many": 2 * count * (alpha + nbytes / count * beta),
+                },
+                same=np.isclose,
+                show="{:g}".format,
             )
 
 
@@ -264,18 +250,17 @@ def _fit(exercise: ModuleType) -> Iterator[Result]:
     alpha = 4e-5
     beta = 2e-10
     came = tuple(float(value) for value in exercise.fit(sizes, alpha + beta * sizes))
-    mistake = "not the line"
-    if np.allclose(came, (beta, alpha), atol=0):
-        mistake = "α and β swapped"
-    elif np.isclose(came[-1], 1 / beta):
-        mistake = "bandwidth for β"
-    yield Result(
+    yield judge(
         "fit",
-        len(came) == 2 and bool(np.allclose(came, (alpha, beta), rtol=1e-6, atol=0)),
+        len(came) == 2 and np.allclose(came, (alpha, beta), rtol=1e-6, atol=0),
         f"α={alpha:g} s, β={beta:g} s/B",
         ", ".join(f"{value:g}" for value in came),
-        mistake,
+        "not the line",
         "α is what a message of no bytes takes, β what each byte adds: section 5 (hole 9)",
+        signs={
+            "α and β swapped": np.allclose(came, (beta, alpha), atol=0),
+            "bandwidth for β": np.isclose(came[-1], 1 / beta),
+        },
     )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from minidist.grading import Result, expect
-from minidist.lessons.lab import alone, difference, new_model, random_batch, weights
+from minidist.grading import Mistake, Result, expect, judge
+from minidist.lessons.checking import parity
+from minidist.lessons.lab import alone, new_model, random_batch, weights
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.data_parallel import DataParallel, plain_data_parallel
@@ -88,8 +89,9 @@ def _steps(exercise: ModuleType, replicas: int, rows: int) -> Iterator[Result]:
         f"{task}, rows of each device",
         target,
         mine,
-        "rows are left out" if sum(mine) < rows else "not as even as it goes",
+        "not as even as it goes",
         "the first rows % replicas devices get one row more: section 2 (hole 1)",
+        signs={"rows are left out": sum(mine) < rows},
     )
     shared = any(
         np.shares_memory(p.data, q.data)
@@ -97,12 +99,7 @@ def _steps(exercise: ModuleType, replicas: int, rows: int) -> Iterator[Result]:
         for p, q in zip(models[0].parameters(), model.parameters(), strict=True)
     )
     stale = [step for device in devices for step in device.stale]
-    mistake = (
-        "the model did not travel"
-        if shared or not _copied(devices)
-        else "the model does not travel in every step"
-    )
-    yield Result(
+    yield judge(
         f"{task}, the model's copies",
         not stale and not shared,
         "every replica as device 0, in every step",
@@ -111,21 +108,29 @@ def _steps(exercise: ModuleType, replicas: int, rows: int) -> Iterator[Result]:
         else f"others in step {stale[0]}"
         if stale
         else "so",
-        mistake,
+        "the model does not travel in every step",
         "a replica's weights are a copy of device 0's present ones, made in every step: section 2, "
         "DP 2 (hole 2)",
+        signs={"the model did not travel": shared or not _copied(devices)},
     )
-    found = weights(models[0])
-    error = difference(found, _serial(rows))
-    right = error < 1e-10
-    mistake, advice = ("", "") if right else _name(found, replicas, rows)
-    yield Result(
+    yield parity(
         f"{task}, weights",
-        right,
-        "those of one process, to 1e-10",
-        "those of one process, to 1e-10" if right else f"off by {error:.1e}",
-        mistake,
-        advice,
+        _serial(rows),
+        [weights(models[0])],
+        "the wrong gradients",
+        "each device begins backward with its rows of gathered.grad; the loss is one number "
+        "(N0:137): section 2, DP 4 (hole 3); and the sums of all devices' follow (hole 4)",
+        known={
+            "averaged": Mistake(
+                lambda: _serial(rows, 1 / replicas),
+                "the loss is the mean of the whole batch already, so its gradients are summed: "
+                "section 4 (hole 4)",
+            ),
+            "the others' gradients are missing": Mistake(
+                lambda: _device_0_alone(replicas, rows),
+                "own.grad is device 0's part alone: section 2, DP 5 (hole 4)",
+            ),
+        },
     )
 
 
@@ -134,13 +139,8 @@ def _copied(devices: list[Device]) -> bool:
     return any(len(device.stale) < len(device.rows) for device in devices[1:])
 
 
-def _name(mine: np.ndarray, replicas: int, rows: int) -> tuple[str, str]:
-    """Which known mistake leads to these weights."""
-    if difference(mine, _serial(rows, 1 / replicas)) < 1e-9:
-        return "averaged", (
-            "the loss is the mean of the whole batch already, so its gradients are summed: "
-            "section 4 (hole 4)"
-        )
+def _device_0_alone(replicas: int, rows: int) -> np.ndarray:
+    """The weights if the gradients are those of device 0's rows."""
     first = np.array_split(np.arange(rows), replicas)[0]
     model = new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), RATE)
@@ -149,15 +149,7 @@ def _name(mine: np.ndarray, replicas: int, rows: int) -> tuple[str, str]:
         model.loss(inputs[first], targets[first], targets.size).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if difference(mine, weights(model)) < 1e-9:
-        return (
-            "the others' gradients are missing",
-            "own.grad is device 0's part alone: section 2, DP 5 (hole 4)",
-        )
-    return "the wrong gradients", (
-        "each device begins backward with its rows of gathered.grad; the loss is one number "
-        "(N0:137): section 2, DP 4 (hole 3); and the sums of all devices' follow (hole 4)"
-    )
+    return weights(model)
 
 
 def _traffic(exercise: ModuleType, replicas: int, rows: int) -> Result:
@@ -172,23 +164,23 @@ def _traffic(exercise: ModuleType, replicas: int, rows: int) -> Result:
     output = 8 * CONFIG.context * CONFIG.vocabulary
     target = (sent[0], sum(sent[1:]))
     sends, receives = exercise.through_device_0(nbytes, row, output, rows, replicas)
-    mine = int(sends), int(receives)
     others = rows - len(np.array_split(inputs, replicas)[0])
-    known = {
-        (
-            nbytes + others * (row + output),
-            nbytes + others * output,
-        ): "one model for all the others",
-        ((replicas - 1) * nbytes + others * row, target[1]): "the outputs' gradients are missing",
-        (target[1], target[0]): "sent and received are swapped",
-    }
+    models = (replicas - 1) * nbytes
     return expect(
         f"bytes through device 0, {replicas} devices",
         target,
-        mine,
-        known.get(mine, "wrong bytes"),
+        (int(sends), int(receives)),
+        "wrong bytes",
         "out: models, rows, outputs' gradients; in: outputs, gradients; of every other device: "
         "section 3 (hole 5)",
+        known={
+            "one model for all the others": (
+                nbytes + others * (row + output),
+                nbytes + others * output,
+            ),
+            "the outputs' gradients are missing": (models + others * row, target[1]),
+            "sent and received are swapped": (target[1], target[0]),
+        },
     )
 
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.console import size_text
-from minidist.errors import CommError
-from minidist.grading import Result, expect, totals
+from minidist.grading import Mistake, Result, expect, judge, totals
 from minidist.launch import run
-from minidist.lessons.lab import difference, new_model, random_batch, weights
+from minidist.lessons.checking import on_ranks, parity
+from minidist.lessons.lab import new_model, random_batch, weights
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.parameter_server import ParameterServer, plain_server, plain_worker
@@ -24,7 +24,6 @@ CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="
 SEQUENCES = 5
 STEPS = 3
 RATE = 0.5
-LIMIT = 60.0
 
 CUT_FROM = (plain_worker, plain_server)
 ANSWERS = {
@@ -55,15 +54,14 @@ def _keys(exercise: ModuleType, servers: int) -> Result:
         sum(size for size, where in zip(sizes, owner, strict=True) if where == server)
         for server in range(servers)
     ]
-    alone = servers > 1 and max(loads) == sum(sizes)
-    mistake = "one server has all keys" if alone else "divided by number, not by size"
-    return Result(
+    return judge(
         f"{len(sizes)} keys on {servers} servers, the fullest",
         max(loads) <= target,
         f"{target} numbers",
         f"{max(loads)} numbers",
-        mistake,
+        "divided by number, not by size",
         "the next key goes where least is so far: section 3 (hole 1)",
+        signs={"one server has all keys": servers > 1 and max(loads) == sum(sizes)},
     )
 
 
@@ -97,60 +95,44 @@ def _serial(scale: float = 1.0, rows: slice = slice(None)) -> np.ndarray:
 def _steps(exercise: ModuleType, workers: int) -> Result:
     """Worker 0's weights beside one process's."""
     task = f"{workers} workers, {STEPS} steps"
-    try:
-        ranks = run(_job, exercise, workers, size=workers + 1, limit=LIMIT)
-    except CommError as error:
-        return Result(
-            task,
-            False,
-            "every rank returns",
-            type(error).__name__,
-            "the ranks wait for each other",
-            "each key is pushed once to its server, and pulled once from there: section 1 "
-            f"(holes 2 to 5); {str(error).splitlines()[0]}",
-        )
-    off = difference(ranks[0], _serial())
-    if off < 1e-10:
-        return Result(
-            task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
-        )
-    first = slice(0, len(part_of(random_batch(CONFIG, 0, SEQUENCES), size=workers, rank=0).inputs))
-    last = slice(
-        SEQUENCES
-        - len(part_of(random_batch(CONFIG, 0, SEQUENCES), size=workers, rank=workers - 1).inputs),
-        SEQUENCES,
+    ranks = on_ranks(
+        _job,
+        exercise,
+        workers,
+        size=workers + 1,
+        task=task,
+        target="every rank returns",
+        mistake="the ranks wait for each other",
+        advice="each key is pushed once to its server, and pulled once from there: section 1 "
+        "(holes 2 to 5)",
     )
-    known = {
-        "averaged": (
-            _serial(1 / workers),
-            "the losses are divided by all targets already, so gradients are summed: "
-            "section 2 (hole 4)",
-        ),
-        "one worker's gradients alone": (
-            _serial(rows=first),
-            "every worker pushes: section 2 (hole 4)",
-        ),
-        "the last worker's gradients alone": (
-            _serial(rows=last),
-            "every worker pushes: section 2 (hole 4)",
-        ),
-        "nothing was pulled": (
-            weights(new_model(CONFIG)),
-            "parameter.data[...] = what the server sends: section 1 (hole 3)",
-        ),
-    }
-    for mistake, (wrong, advice) in known.items():
-        if difference(ranks[0], wrong) < 1e-9:
-            return Result(
-                task, False, "the weights of one process", f"off by {off:.1e}", mistake, advice
-            )
-    return Result(
+    batch = random_batch(CONFIG, 0, SEQUENCES)
+    first, last = (len(part_of(batch, size=workers, rank=rank).inputs) for rank in (0, workers - 1))
+    return parity(
         task,
-        False,
-        "the weights of one process",
-        f"off by {off:.1e}",
+        _serial(),
+        ranks[:1],
         "wrong weights",
         "push, sum, step, pull: sections 1 and 2 (holes 2 to 5)",
+        known={
+            "averaged": Mistake(
+                lambda: _serial(1 / workers),
+                "the losses are divided by all targets already, so gradients are summed: "
+                "section 2 (hole 4)",
+            ),
+            "one worker's gradients alone": Mistake(
+                lambda: _serial(rows=slice(0, first)), "every worker pushes: section 2 (hole 4)"
+            ),
+            "the last worker's gradients alone": Mistake(
+                lambda: _serial(rows=slice(SEQUENCES - last, SEQUENCES)),
+                "every worker pushes: section 2 (hole 4)",
+            ),
+            "nothing was pulled": Mistake(
+                lambda: weights(new_model(CONFIG)),
+                "parameter.data[...] = what the server sends: section 1 (hole 3)",
+            ),
+        },
+        wanted="the weights of one process",
     )
 
 
@@ -196,23 +178,21 @@ def _traffic(exercise: ModuleType, workers: int, servers: int) -> Result:
     nbytes = sum(p.data.nbytes for p in new_model(CONFIG).parameters())
     target = sum(run(step, size=workers + servers)) / servers, 4 * (workers - 1) / workers * nbytes
     mine = exercise.link_bytes(nbytes, workers, servers)
-    known = {
-        (workers * nbytes / servers, target[1]): "one direction alone",
-        (2 * workers * nbytes, target[1]): "of all servers together",
-        (2 * nbytes / servers, target[1]): "of one worker alone",
-        (target[0], target[1] / 2): "the ring's one direction alone",
-    }
-    mistake = next(
-        (name for wrong, name in known.items() if np.allclose(mine, wrong)), "wrong bytes"
-    )
-    return Result(
+    return expect(
         f"in and out of a link, {workers} workers, {servers} servers",
-        bool(np.allclose(mine, target)),
-        " and ".join(map(size_text, target)),
-        " and ".join(map(size_text, mine)),
-        mistake,
+        target,
+        mine,
+        "wrong bytes",
         "every worker pushes and pulls everything; a ring's rank sends 2(N-1)/N Ψ and receives "
         "as much: section 3 (hole 7)",
+        known={
+            "one direction alone": (workers * nbytes / servers, target[1]),
+            "of all servers together": (2 * workers * nbytes, target[1]),
+            "of one worker alone": (2 * nbytes / servers, target[1]),
+            "the ring's one direction alone": (target[0], target[1] / 2),
+        },
+        same=np.allclose,
+        show=lambda pair: " and ".join(map(size_text, pair)),
     )
 
 

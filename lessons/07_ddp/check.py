@@ -11,9 +11,9 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.console import size_text
-from minidist.errors import CommError
-from minidist.grading import Result, sent_since, totals
+from minidist.grading import Mistake, Result, expect, judge, sent_since, totals
 from minidist.launch import run
+from minidist.lessons.checking import LIMIT, on_ranks, parity
 from minidist.lessons.lab import alone, difference, new_model, random_batch, weights
 from minidist.lessons.late_group import LateGroup
 from minidist.nn import GPTConfig
@@ -24,7 +24,6 @@ from minidist.parallel.step.step import part_of
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=2, width=8, heads=2, dtype="float64")
 # of ranks 0, 1, 2 in every batch: uneven, as the last batch of an epoch often is
 SEQUENCES = (3, 1, 2)
-LIMIT = 60.0
 BUCKET = 2048
 EPOCHS = 2
 BATCHES = 3
@@ -52,6 +51,45 @@ ANSWERS = {
        """,
 }
 """The right code of the holes beyond the plain version."""
+FAULTS = {
+    "late": (
+        "none in finish()",
+        "{found} on rank {rank}",
+        "started when backward was over",
+        "so nothing overlaps with it: start a bucket when its last gradient has come: "
+        "section 3.2 (holes 4 and 5)",
+    ),
+    "behind": (
+        "each starts with its own last gradient",
+        "{found} of {buckets} later on rank {rank}",
+        "started too late",
+        "a bucket that is complete waits for nothing: the rest of backward can "
+        "hide its sum: section 3.2 (hole 4)",
+    ),
+    "stood": (
+        "no wait in ready()",
+        "{found} on rank {rank}",
+        "backward stands still until the sum is there",
+        "so nothing overlaps with it: the waits belong into finish(): section 3.2 (hole 4)",
+    ),
+    "forgotten": (
+        "finish() waits for all",
+        "{found} all-reduces not waited for on rank {rank}",
+        "not waited for",
+        "the sums may not be there yet when finish() returns: section 3.2 (hole 5)",
+    ),
+    "left": (
+        "no handle left after finish()",
+        "{found} on rank {rank}",
+        "the handles are not forgotten",
+        "they would pile up, and each finish() would wait for all "
+        "before it: self.pending = [] (hole 5)",
+    ),
+}
+"""{what `_one_backward` counts: (target, measured, mistake, advice) if it is not 0}"""
+
+
+_on_ranks = partial(on_ranks, target="every rank returns", mistake="the ranks wait for each other")
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
@@ -60,32 +98,25 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield _plain(size, run(_run_plain, exercise, size=size, limit=LIMIT))
     yield _order(exercise.assign_buckets([40, 10, 30, 20], 50))
     for size in (2, 3):
-        try:
-            ranks = run(_one_backward, exercise, size=size, limit=LIMIT)
-        except CommError as error:
-            yield Result(
-                f"one backward on {size} ranks ends",
-                False,
-                "every rank returns",
-                type(error).__name__,
-                "the ranks wait for each other",
-                f"start each bucket once in each backward: section 3.2; {error}",
-            )
-            return
+        ranks = _on_ranks(
+            _one_backward,
+            exercise,
+            size=size,
+            task=f"one backward on {size} ranks ends",
+            advice="start each bucket once in each backward: section 3.2",
+        )
         yield _final(size, ranks)
         yield _gradients(size, ranks)
         yield _traffic(size, ranks)
-    try:
-        yield _training(run(_train, exercise, size=3, limit=LIMIT))
-    except CommError as error:
-        yield Result(
-            f"{EPOCHS} epochs on 3 ranks end",
-            False,
-            "every rank returns",
-            type(error).__name__,
-            "the ranks wait for each other",
-            f"every rank synchronises in every batch: section 5 (hole 6); {error}",
+    yield _training(
+        _on_ranks(
+            _train,
+            exercise,
+            size=3,
+            task=f"{EPOCHS} epochs on 3 ranks end",
+            advice="every rank synchronises in every batch: section 5 (hole 6)",
         )
+    )
 
 
 # -------------------------------------------------------------------------------- what the ranks do
@@ -181,7 +212,7 @@ def _one_backward(group: Group, exercise: ModuleType) -> dict[str, Any]:
         "forgotten": synchronizer.forgotten,
         "late": synchronizer.late,
         "left": synchronizer.left,
-        "behind": synchronizer.behind,
+        "behind": len(synchronizer.behind),
         "stood": synchronizer.stood,
         "buckets": [flat.nbytes for flat in synchronizer.flat],
         "sent": sent_since(group.ledger, before),
@@ -217,39 +248,39 @@ def _flat(arrays: Any) -> np.ndarray:
 
 def _plain(size: int, ranks: list[np.ndarray]) -> Result:
     """The weights after the plain loop, beside one process's and beside what mistakes lead to."""
-    task = f"plain_ddp on {size} ranks, weights after {BATCHES} steps"
-    target = _plain_serial(size)
-    error = max(difference(mine, target) for mine in ranks)
-    if error < 1e-10:
-        return Result(
-            task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
-        )
     mean_of_means = (
-        "divided by local tokens",
         "a mean of means weighs a rank's few tokens as much as another's many; "
-        "divide every rank's sum by the tokens of all: read section 4 again (hole 1)",
+        "divide every rank's sum by the tokens of all: read section 4 again (hole 1)"
     )
-    averaged = (
-        "averaged twice",
-        "the loss is divided by the global token count already, so gradients are summed, not "
-        "averaged: section 4 (hole 2)",
+
+    def both() -> bool:
+        wrong = _plain_serial(size, local=True, scale=1 / size)
+        return difference(ranks[0], wrong) < 1e-9
+
+    return parity(
+        f"plain_ddp on {size} ranks, weights after {BATCHES} steps",
+        _plain_serial(size),
+        ranks,
+        "the replicas agree on wrong weights",
+        "section 4 (holes 1 and 2)",
+        known={
+            "divided by local tokens": Mistake(
+                lambda: _plain_serial(size, local=True), mean_of_means
+            ),
+            "averaged twice": Mistake(
+                lambda: _plain_serial(size, scale=1 / size),
+                "the loss is divided by the global token count already, so gradients are summed, "
+                "not averaged: section 4 (hole 2)",
+            ),
+        },
+        signs={
+            "divided by local tokens": Mistake(both, mean_of_means),
+            "the replicas drifted apart": Mistake(
+                np.max([np.abs(mine - ranks[0]).max() for mine in ranks]) > 1e-10,
+                "every rank updates by the same gradient: section 4 (hole 2)",
+            ),
+        },
     )
-    known = [
-        (_plain_serial(size, local=True), mean_of_means),
-        (_plain_serial(size, scale=1 / size), averaged),
-        (_plain_serial(size, local=True, scale=1 / size), mean_of_means),
-    ]
-    drift = max(float(np.abs(mine - ranks[0]).max()) for mine in ranks)
-    mistake, advice = next(
-        (told for wrong, told in known if np.allclose(ranks[0], wrong, rtol=1e-9)),
-        (
-            "the replicas drifted apart",
-            "every rank updates by the same gradient: section 4 (hole 2)",
-        )
-        if drift > 1e-10
-        else ("the replicas agree on wrong weights", "section 4 (holes 1 and 2)"),
-    )
-    return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
 
 
 def _plain_serial(size: int, *, local: bool = False, scale: float = 1.0) -> np.ndarray:
@@ -285,16 +316,14 @@ def _serial_weights(size: int) -> np.ndarray:
 
 def _order(buckets: list[list[int]]) -> Result:
     """Backward reaches the last parameter first."""
-    target = [[3, 2], [1, 0]]
-    mistake = "buckets in forward order" if buckets == [[0, 1], [2, 3]] else "wrong buckets"
-    return Result(
+    return expect(
         "buckets of 40, 10, 30, 20 bytes at most 50",
-        buckets == target,
-        str(target),
-        str(buckets),
-        mistake,
+        [[3, 2], [1, 0]],
+        buckets,
+        "wrong buckets",
         "backward finishes the last layer's gradients first; a bucket that waits for the first "
         "layer cannot overlap with anything: read section 3.1 again (hole 3)",
+        known={"buckets in forward order": [[0, 1], [2, 3]]},
     )
 
 
@@ -322,54 +351,10 @@ def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
                 "a bucket was not started once",
                 "start it when its last gradient has come: section 3.2 (hole 4)",
             )
-        if figures["late"]:
-            return Result(
-                task,
-                False,
-                "none in finish()",
-                f"{figures['late']} on rank {rank}",
-                "started when backward was over",
-                "so nothing overlaps with it: start a bucket when its last gradient has come: "
-                "section 3.2 (holes 4 and 5)",
-            )
-        if figures["behind"]:
-            return Result(
-                task,
-                False,
-                "each starts with its own last gradient",
-                f"{len(figures['behind'])} of {len(figures['buckets'])} later on rank {rank}",
-                "started too late",
-                "a bucket that is complete waits for nothing: the rest of backward can "
-                "hide its sum: section 3.2 (hole 4)",
-            )
-        if figures["stood"]:
-            return Result(
-                task,
-                False,
-                "no wait in ready()",
-                f"{figures['stood']} on rank {rank}",
-                "backward stands still until the sum is there",
-                "so nothing overlaps with it: the waits belong into finish(): section 3.2 (hole 4)",
-            )
-        if figures["forgotten"]:
-            return Result(
-                task,
-                False,
-                "finish() waits for all",
-                f"{figures['forgotten']} all-reduces not waited for on rank {rank}",
-                "not waited for",
-                "the sums may not be there yet when finish() returns: section 3.2 (hole 5)",
-            )
-        if figures["left"]:
-            return Result(
-                task,
-                False,
-                "no handle left after finish()",
-                f"{figures['left']} on rank {rank}",
-                "the handles are not forgotten",
-                "they would pile up, and each finish() would wait for all "
-                "before it: self.pending = [] (hole 5)",
-            )
+        for counted, (target, measured, mistake, advice) in FAULTS.items():
+            if found := figures[counted]:
+                said = measured.format(found=found, buckets=len(figures["buckets"]), rank=rank)
+                return Result(task, False, target, said, mistake, advice)
     return Result(
         task,
         True,
@@ -382,29 +367,14 @@ def _gradients(size: int, ranks: list[dict[str, Any]]) -> Result:
     """The synchronised gradient beside the one-process gradient of the global mean loss."""
     task = f"{size} ranks, gradients"
     target = _serial_gradients(size)
-    wrong = target / size
-    mistake = "averaged twice"
-    advice = (
-        f"the gradients are {size} times too small: the loss is "
-        "divided by the global token count already, so they are summed, not averaged: section 4 "
-        "(hole 5)"
-    )
     for rank, figures in enumerate(ranks):
         mine = figures["gradients"]
         fits = mine.shape == target.shape
         error = float(np.abs(mine - target).max() / np.abs(target).max()) if fits else float("nan")
         if error < 1e-12:
             continue
-        if fits and np.allclose(mine, wrong, rtol=1e-9, atol=1e-12):
-            return Result(
-                task,
-                False,
-                "those of one process",
-                f"off by {error:.0%} on rank {rank}",
-                mistake,
-                advice,
-            )
-        return Result(
+        averaged = fits and np.allclose(mine, target / size, rtol=1e-9, atol=1e-12)
+        return judge(
             task,
             False,
             "those of one process",
@@ -412,22 +382,27 @@ def _gradients(size: int, ranks: list[dict[str, Any]]) -> Result:
             "wrong gradients",
             "after finish() every bucket holds the sum over the ranks, no more: section 4 "
             "(holes 1 and 5)",
+            signs={
+                "averaged twice": Mistake(
+                    averaged,
+                    f"the gradients are {size} times too small: the loss is divided by the global "
+                    "token count already, so they are summed, not averaged: section 4 (hole 5)",
+                )
+            },
         )
     return Result(task, True, "those of one process, to 1e-12", "those of one process, to 1e-12")
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     """2(P-1) messages a bucket, and over all ranks 2(P-1) times the gradient bytes."""
-    messages, nbytes = (sum(figures["sent"][part] for figures in ranks) for part in (0, 1))
-    target_messages = size * 2 * (size - 1) * len(ranks[0]["buckets"])
-    target_bytes = 2 * (size - 1) * sum(ranks[0]["buckets"])
-    return Result(
+    buckets = ranks[0]["buckets"]
+    return expect(
         f"{size} ranks, traffic",
-        (messages, nbytes) == (target_messages, target_bytes),
-        f"{target_messages} messages, {size_text(target_bytes)}",
-        f"{messages} messages, {size_text(nbytes)}",
+        (size * 2 * (size - 1) * len(buckets), 2 * (size - 1) * sum(buckets)),
+        tuple(sum(figures["sent"][part] for figures in ranks) for part in (0, 1)),
         "wrong traffic",
         "each bucket is summed once by a ring: read section 3.4 again",
+        show=lambda sent: f"{sent[0]} messages, {size_text(sent[1])}",
     )
 
 
@@ -436,27 +411,20 @@ def _training(ranks: list[dict[str, Any]]) -> Result:
     steps = EPOCHS * BATCHES
     size = len(ranks)
     target = _serial_weights(size)
-    scale = np.abs(target).max()
-    drift = max(
-        float(np.abs(figures["weights"] - ranks[0]["weights"]).max() / scale) for figures in ranks
-    )
-    error = max(difference(figures["weights"], target) for figures in ranks)
+    drift = np.max([difference(figures["weights"], ranks[0]["weights"]) for figures in ranks])
+    error = np.max([difference(figures["weights"], target) for figures in ranks])
     task = f"{size} ranks, {EPOCHS} epochs of {BATCHES} batches"
     finished = ranks[0]["finished"]
     if finished != steps:
-        mistake = (
-            "synchronised once an epoch"
-            if finished == EPOCHS
-            else "not synchronised at every batch"
-        )
-        return Result(
+        return judge(
             task,
             False,
             f"{steps} synchronisations",
             f"{finished}; the replicas drifted apart by {drift:.1e}",
-            mistake,
+            "not synchronised at every batch",
             "between two updates every replica must have the same gradient (N0:416): section 5 "
             "(hole 6)",
+            signs={"synchronised once an epoch": finished == EPOCHS},
         )
     started = ranks[0]["started"]
     all_of_them = finished * ranks[0]["buckets"]
@@ -471,16 +439,14 @@ def _training(ranks: list[dict[str, Any]]) -> Result:
             "(hole 5)",
         )
     if not error < 1e-10:
-        mistake = (
-            "the replicas drifted apart" if drift > 1e-10 else "the replicas agree on wrong weights"
-        )
-        return Result(
+        return judge(
             task,
             False,
             "the weights of one process",
             f"off by {error:.1e}, replicas apart by {drift:.1e}",
-            mistake,
+            "the replicas agree on wrong weights",
             "loss, backward, finish, step, zero_grad, in this order: read section 2 again (hole 6)",
+            signs={"the replicas drifted apart": drift > 1e-10},
         )
     return Result(
         task, True, "the weights of one process, to 1e-10", "the weights of one process, to 1e-10"

@@ -3,15 +3,18 @@ key."""
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.grading import Result
+from minidist.console import plural
+from minidist.grading import Mistake, Result, expect
 from minidist.launch import run
-from minidist.lessons.lab import difference, new_model, random_batch, weights
+from minidist.lessons.checking import parity
+from minidist.lessons.lab import new_model, random_batch, weights
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.accumulation import elements_sent, plain_accumulation
@@ -30,6 +33,17 @@ ANSWERS = {
     5: "[2 * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]",
 }
 """The right code of the holes beyond the plain version."""
+MISTAKES = {
+    "mean of means": "a pass with few rows counts as much as one with many: divide each by "
+    "targets.size: section 2 (hole 2)",
+    "this rank's tokens": "ranks have different numbers of rows: divide by targets.size: "
+    "section 2 (hole 2)",
+    "averaged twice": "{passes} times too small: targets.size has all passes already: "
+    "section 2 (hole 2)",
+    "forgot to zero": "the next batch's gradients are added to this one's: "
+    "optimizer.zero_grad(): section 8 (hole 4)",
+}
+"""{name: advice} of wrong weights; `_serial` makes each of these mistakes in one process."""
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
@@ -94,10 +108,6 @@ def _train(group: Group, exercise: ModuleType, passes: int) -> dict[str, Any]:
     }
 
 
-def _ranks(size: int) -> str:
-    return f"{size} rank{'s' * (size > 1)}"
-
-
 # ---------------------------------------------------------------------------- beside the answer key
 
 
@@ -133,90 +143,50 @@ def _cut(exercise: ModuleType, rows: int, passes: int) -> Result:
     target = list(zip(edges, edges[1:], strict=False))
     pairs = [tuple(map(int, pair)) for pair in exercise.cut(rows, passes)]
     covered = [row for begin, end in pairs for row in range(begin, end)]
-    mistake = (
-        "rows are lost"
-        if len(covered) < rows
-        else "a row twice"
-        if len(covered) > rows
-        else "uneven passes"
-    )
-    return Result(
+    return expect(
         f"{rows} rows in {passes} passes",
-        pairs == target,
-        str(target),
-        str(pairs),
-        mistake,
+        target,
+        pairs,
+        "uneven passes",
         "each pass has rows // passes rows, the first rows % passes of them one more (hole 1)",
+        signs={"rows are lost": len(covered) < rows, "a row twice": len(covered) > rows},
     )
 
 
 def _counts(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
     """One reduction of every gradient and one update a step."""
-    task = f"{_ranks(size)}, {STEPS} steps of {passes} passes"
     one = ranks[0]["parameters"] * STEPS
     reduced = ranks[0]["reduced"]
     steps = ranks[0]["steps"]
-    said = f"{reduced} all-reduces, {steps} updates"
-    target = f"{one} all-reduces, {STEPS} updates"
-    if steps != STEPS:
-        mistake = "steps after every pass" if steps == STEPS * passes else "not one update a step"
-        return Result(
-            task,
-            False,
-            target,
-            said,
-            mistake,
-            "the optimizer steps once, after the last pass: section 1 (holes 3 and 4)",
-        )
-    if reduced != one:
-        mistake = "reduced after every pass" if reduced == one * passes else "not reduced once"
-        return Result(
-            task,
-            False,
-            target,
-            said,
-            mistake,
-            "a rank's own passes add up at home; the sum travels once, "
-            "after the last: section 4 (holes 3 and 4)",
-        )
-    return Result(task, True, target, said)
+    later = "the optimizer steps once, after the last pass: section 1 (holes 3 and 4)"
+    return expect(
+        f"{plural(size, 'rank')}, {STEPS} steps of {passes} passes",
+        (one, STEPS),
+        (reduced, steps),
+        "not reduced once",
+        "a rank's own passes add up at home; the sum travels once, "
+        "after the last: section 4 (holes 3 and 4)",
+        signs={
+            "steps after every pass": Mistake(steps == STEPS * passes != STEPS, later),
+            "not one update a step": Mistake(steps != STEPS, later),
+            "reduced after every pass": reduced == one * passes,
+        },
+        show=lambda counted: f"{counted[0]} all-reduces, {counted[1]} updates",
+    )
 
 
 def _weights(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
     """After the steps: every rank has one process's weights."""
-    task = f"{_ranks(size)}, weights after {STEPS} steps of {passes} passes"
-    target = _serial(size, passes)
-    scale = np.abs(target).max()
-    error = max(difference(figures["weights"], target) for figures in ranks)
-    if error < 1e-10:
-        return Result(
-            task,
-            True,
-            "those of one process in one pass, to 1e-10",
-            "those of one process, to 1e-10",
-        )
-    advice = {
-        "mean of means": "a pass with few rows counts as much as one with many: divide each by "
-        "targets.size: section 2 (hole 2)",
-        "this rank's tokens": "ranks have different numbers of rows: divide by targets.size: "
-        "section 2 (hole 2)",
-        "averaged twice": f"{passes} times too small: targets.size has all passes already: "
-        "section 2 (hole 2)",
-        "forgot to zero": "the next batch's gradients are added to this one's: "
-        "optimizer.zero_grad(): section 8 (hole 4)",
-    }
-    for mistake, why in advice.items():
-        wrong = _serial(size, passes, mistake)
-        differs = np.abs(wrong - target).max() > 1e-12 * scale
-        if differs and np.abs(ranks[0]["weights"] - wrong).max() < 1e-9 * scale:
-            return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, why)
-    return Result(
-        task,
-        False,
-        "those of one process",
-        f"off by {error:.1e}",
+    return parity(
+        f"{plural(size, 'rank')}, weights after {STEPS} steps of {passes} passes",
+        _serial(size, passes),
+        [figures["weights"] for figures in ranks],
         "wrong weights",
         "all passes add up, the ranks' sums are added once, one update: section 1 (holes 2 to 4)",
+        known={
+            mistake: Mistake(partial(_serial, size, passes, mistake), advice.format(passes=passes))
+            for mistake, advice in MISTAKES.items()
+        },
     )
 
 
@@ -224,17 +194,15 @@ def _traffic(exercise: ModuleType, stage: int, passes: int) -> Result:
     """The elements of the library's formula, which its tests hold against the ledger."""
     target = elements_sent(1000, ranks=4, zero=stage, accumulate=passes)
     measured = exercise.elements_sent(stage, passes, 1000, 4)
-    mistake = (
-        "the sum of a stage cannot wait" if stage >= 2 and measured < target else "wrong traffic"
-    )
-    return Result(
+    return expect(
         f"{['DDP', 'ZeRO-1', 'ZeRO-2', 'ZeRO-3'][stage]}, {passes} passes, 4 ranks, 1000 "
         "parameters",
-        measured == target,
-        f"{target} elements",
-        f"{measured} elements",
-        mistake,
+        target,
+        measured,
+        "wrong traffic",
         "which strategy has room to keep a whole gradient until the last pass? section 4 (hole 5)",
+        signs={"the sum of a stage cannot wait": stage >= 2 and measured < target},
+        show=lambda count: f"{count} elements",
     )
 
 

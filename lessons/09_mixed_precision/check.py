@@ -3,6 +3,7 @@ the library."""
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
-from minidist.grading import Result, expect
+from minidist.grading import Mistake, Result, Signs, expect, judge
 from minidist.launch import run
 from minidist.lessons.lab import new_model
 from minidist.nn import GPTConfig
@@ -75,16 +76,14 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
             for loop in (plain_mixed_precision, exercise.plain_mixed_precision)
         )
         right = bool(np.allclose(found, target, rtol=1e-6, atol=0))
-        mistake, advice = _name_step(
-            found - start, target - start, stale=np.array_equal(weights, drawn)
-        )
-        yield Result(
+        yield judge(
             f"{what}: masters after {STEPS} steps",
             right,
             _show(target),
             _show(found),
-            mistake,
-            advice,
+            "another update",
+            "scale, float32, divide: sections 2 and 3 (holes 1 to 4)",
+            signs=_signs(found - start, target - start, stale=np.array_equal(weights, drawn)),
         )
         yield Result(
             f"{what}: weights",
@@ -96,33 +95,28 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
         )
 
 
-def _name_step(moved: np.ndarray, right: np.ndarray, *, stale: bool) -> tuple[str, str]:
-    """What is wrong with the masters' way, and what to read."""
+def _signs(moved: np.ndarray, right: np.ndarray, *, stale: bool) -> Signs:
+    """What the way that the masters moved shows."""
     far = float(np.linalg.norm(moved))
     due = float(np.linalg.norm(right))
-    if not np.isfinite(moved).all():
-        return (
-            "updated by an infinite gradient",
+    return {
+        "updated by an infinite gradient": Mistake(
+            not np.isfinite(moved).all(),
             "a step with an infinity or NaN is skipped: section 4 (hole 5)",
-        )
-    if due and not far:
-        return (
-            "the masters did not move",
-            "they move where all gradients are finite: section 4 (hole 5)",
-        )
-    if far < 0.01 * due:
-        return (
-            "divided by a scale that was not there",
-            "backward begins from `scale` times the loss: section 3 (hole 2)",
-        )
-    if far > 100 * due:
-        return "still scaled", "first to float32, then divide by the scale: section 3 (holes 2, 4)"
-    if stale:
-        return (
-            "not the masters, rounded",
-            "p.data[...] = master.data as each step begins: section 2 (hole 1)",
-        )
-    return "another update", "scale, float32, divide: sections 2 and 3 (holes 1 to 4)"
+        ),
+        "the masters did not move": Mistake(
+            due and not far, "they move where all gradients are finite: section 4 (hole 5)"
+        ),
+        "divided by a scale that was not there": Mistake(
+            far < 0.01 * due, "backward begins from `scale` times the loss: section 3 (hole 2)"
+        ),
+        "still scaled": Mistake(
+            far > 100 * due, "first to float32, then divide by the scale: section 3 (holes 2, 4)"
+        ),
+        "not the masters, rounded": Mistake(
+            stale, "p.data[...] = master.data as each step begins: section 2 (hole 1)"
+        ),
+    }
 
 
 class _Given:
@@ -208,20 +202,18 @@ def _overflowed(exercise: ModuleType) -> Iterator[Result]:
     for rank, value, place, name in cases:
         answers = [answer for answer, _ in run(ask, rank, value, place, size=2, limit=LIMIT)]
         target = [rank < 2, rank < 2]
-        mistake = "it was not seen"
-        hole = 6
-        if answers == [rank == 0, rank == 1] and rank < 2:
-            mistake = "only the rank that overflowed knows: the other goes on alone"
-            hole = 7
-        elif not target[0]:
-            mistake = "an overflow where there is none"
+        advice = "not finite covers all three; and every rank must hear of it: sections 4, 6"
         yield expect(
             f"overflow on: {name}",
             target,
             answers,
-            mistake,
-            "not finite covers all three; and every rank must hear of it: sections 4, 6 (hole "
-            f"{hole})",
+            "it was not seen" if target[0] else "an overflow where there is none",
+            f"{advice} (hole 6)",
+            known={
+                "only the rank that overflowed knows: the other goes on alone": Mistake(
+                    [rank == 0, rank == 1], f"{advice} (hole 7)"
+                )
+            },
         )
 
 
@@ -239,20 +231,18 @@ def _scale(exercise: ModuleType) -> Result:
         theirs.update(overflow)
         target.append(int(np.log2(ours.value)))
         found.append(int(np.log2(theirs.scale)) if theirs.scale > 0 else 0)
-    mistake = "another way"
-    if found[2] > target[2]:
-        mistake = "no halving at an overflow"
-    elif found[3] > target[3]:
-        mistake = "good steps before the overflow still count"
-    elif found[6] > target[6] or found[13] < target[13]:
-        mistake = "good steps are not counted anew after a doubling"
-    return Result(
+    return expect(
         "the scale's exponent over 15 steps",
-        found == target,
-        str(target),
-        str(found),
-        mistake,
+        target,
+        found,
+        "another way",
         "good steps in a row: back to 0 after an overflow and after a doubling: section 4 (hole 8)",
+        signs={
+            "no halving at an overflow": found[2] > target[2],
+            "good steps before the overflow still count": found[3] > target[3],
+            "good steps are not counted anew after a doubling": found[6] > target[6]
+            or found[13] < target[13],
+        },
     )
 
 
@@ -274,18 +264,18 @@ def _clipped(exercise: ModuleType) -> Iterator[Result]:
             return clip_scale(norm**0.5 / SCALE, clip), float(mine), clip_scale(norm**0.5, clip)
 
         target, mine, scaled = run(factors, size=2, limit=LIMIT)[0]
-        mistake = (
-            "clipped while still scaled: the step is the scale times too short"
-            if np.isclose(mine, scaled)
-            else ("not clipped" if mine == 1.0 else "another factor")
-        )
-        yield Result(
+        yield expect(
             f"clip factor of a {what} gradient",
-            bool(np.isclose(mine, target, rtol=1e-4)),
-            f"{target:.5f}",
-            f"{mine:.5f}",
-            mistake,
+            target,
+            mine,
+            "another factor",
             "clip bounds the true gradient: section 7 (hole 9)",
+            known={
+                "clipped while still scaled: the step is the scale times too short": scaled,
+                "not clipped": 1.0,
+            },
+            same=partial(np.isclose, rtol=1e-4),
+            show="{:.5f}".format,
         )
 
 

@@ -3,6 +3,8 @@ answer key."""
 
 import sys
 from collections.abc import Iterator
+from functools import partial
+from math import isclose
 from types import ModuleType
 from typing import Any
 
@@ -12,15 +14,13 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.comm.group import Group
 from minidist.console import plural
-from minidist.errors import CommError
 from minidist.grading import Result, expect, sent_since, totals
-from minidist.launch import run
+from minidist.lessons.checking import on_ranks
 from minidist.parallel.pipeline.model_parallel import ModelParallel, plain_model_parallel
 
 LAYERS = 5
 ROWS = 3
 WIDTH = 4
-LIMIT = 60.0
 
 CUT_FROM = (plain_model_parallel,)
 ANSWERS = {
@@ -36,23 +36,21 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     for ranks, layers in ((2, 4), (3, 5), (4, 7)):
         target = [np.array_split(np.arange(layers), ranks)[rank].tolist() for rank in range(ranks)]
         measured = [list(exercise.layers_of(rank, ranks, layers)) for rank in range(ranks)]
+        flat = [layer for part in measured for layer in part]
         yield expect(
             f"layers of {ranks} ranks",
             target,
             measured,
-            _cut_mistake(measured, layers),
+            "another order",
             "rank × each, and one more for each larger rank before: section 2 (hole 1)",
+            signs={
+                "a layer has two ranks": len(set(flat)) < len(flat),
+                "a layer has no rank": set(flat) != set(range(layers)),
+            },
         )
     for size in (1, 2, 4):
         yield from _step(exercise, size)
     yield from _formulas(exercise)
-
-
-def _cut_mistake(measured: list[list[int]], layers: int) -> str:
-    flat = [layer for part in measured for layer in part]
-    if len(set(flat)) < len(flat):
-        return "a layer has two ranks"
-    return "a layer has no rank" if set(flat) != set(range(layers)) else "another order"
 
 
 # ---------------------------------------------------------------------------------- a step on ranks
@@ -105,18 +103,15 @@ def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
         y = block(y)
     loss = ops.sum(y * y)
     loss.backward()
-    try:
-        ranks = run(_job, exercise, size=size, limit=LIMIT)
-    except CommError as error:
-        yield Result(
-            f"a step on {plural(size, 'rank')} ends",
-            False,
-            "every rank returns",
-            type(error).__name__,
-            "the ranks wait for each other",
-            f"activations forth, gradients back: section 1; {error}",
-        )
-        return
+    ranks = on_ranks(
+        _job,
+        exercise,
+        size=size,
+        task=f"a step on {plural(size, 'rank')} ends",
+        target="every rank returns",
+        mistake="the ranks wait for each other",
+        advice="activations forth, gradients back: section 1",
+    )
     yield Result(
         f"loss, {plural(size, 'rank')}",
         abs(ranks[-1]["loss"] - loss.item()) < 1e-12,
@@ -130,17 +125,13 @@ def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
         layer in found and np.allclose(found[layer], np.asarray(weights[layer].grad), rtol=1e-10)
         for layer in range(LAYERS)
     )
-    mistake = (
-        "the first ranks got no right gradient: it must be handed back"
-        if right
-        else "no gradient is right"
-    )
     yield expect(
         f"layers with the right gradient, {plural(size, 'rank')}",
         LAYERS,
         right,
-        mistake,
+        "the first ranks got no right gradient: it must be handed back",
         "y.backward(what came), then send x.grad: section 1 (holes 4, 5)",
+        known={"no gradient is right": 0},
     )
     yield expect(
         f"bytes sent, {plural(size, 'rank')}",
@@ -159,33 +150,28 @@ def _formulas(exercise: ModuleType) -> Iterator[Result]:
     for ranks, sequences in ((1, 3), (4, 8)):
         target = 2 * (ranks - 1) * sequences * 16 * 32 * 4
         measured = exercise.bytes_sent(ranks, sequences, 16, 32, 4)
-        known = {
-            2 * ranks * sequences * 16 * 32 * 4: "p ranks have p - 1 cuts",
-            target // 2: "there and back",
-            target // 4: "elements are not bytes",
-        }
         yield expect(
             f"bytes of {ranks} ranks",
             target,
             measured,
-            known.get(measured, "another number"),
+            "another number",
             "2 B T h (p-1) elements: section 4 (hole 6)",
+            known={
+                "p ranks have p - 1 cuts": 2 * ranks * sequences * 16 * 32 * 4,
+                "there and back": target // 2,
+                "elements are not bytes": target // 4,
+            },
         )
     for times in ([1.0, 1.0, 1.0, 1.0], [1.0, 3.0], [2.0]):
-        share = 1 - 1 / len(times)
-        measured = exercise.idle(times)
-        mistake = (
-            "that is how long the slowest waits"
-            if abs(measured - (1 - max(times) / sum(times))) < 1e-9
-            else "another number"
-        )
-        yield Result(
+        yield expect(
             f"idle, {times}",
-            abs(measured - share) < 1e-9,
-            f"{share:.3f}",
-            f"{measured:.3f}",
-            mistake,
+            1 - 1 / len(times),
+            exercise.idle(times),
+            "another number",
             "computing sum(times), of p × sum(times): section 3 (hole 7)",
+            known={"that is how long the slowest waits": 1 - max(times) / sum(times)},
+            same=partial(isclose, abs_tol=1e-9),
+            show="{:.3f}".format,
         )
 
 

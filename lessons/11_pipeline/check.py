@@ -3,6 +3,8 @@ compute run them."""
 
 import sys
 from collections.abc import Iterator
+from functools import partial
+from math import isclose
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +14,9 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.comm.group import Group
 from minidist.console import plural
-from minidist.errors import CommError, ScheduleError
+from minidist.errors import ScheduleError
 from minidist.grading import Result, expect
-from minidist.launch import run
+from minidist.lessons.checking import on_ranks
 from minidist.parallel.pipeline.instructions import (
     RECEIVES,
     Backward,
@@ -91,63 +93,55 @@ def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
 
     task = f"GPipe, {plural(ranks, 'rank')}: the gradient of each stage"
     target = alone(batch)
-    try:
-        found = run(job, size=ranks, limit=60.0)
-    except CommError as error:
-        yield Result(
-            task,
-            False,
-            "every rank returns",
-            type(error).__name__,
-            "the ranks wait for each other",
-            f"each backward takes one gradient and hands one on: section 1 (holes 1 to 3); {error}",
-        )
-        return
+    found = on_ranks(
+        job,
+        size=ranks,
+        task=task,
+        target="every rank returns",
+        mistake="the ranks wait for each other",
+        advice="each backward takes one gradient and hands one on: section 1 (holes 1 to 3)",
+    )
     same = [
         mine is not None and np.allclose(mine, right)
         for mine, right in zip(found, target, strict=True)
     ]
-    mistake = (
-        "nothing was kept for backward"
-        if found[-1] is None
-        else "the backward of one microbatch alone"
-        if any(np.allclose(found[-1], alone(batch[at : at + 1])[-1]) for at in range(3))
-        else "another gradient"
-    )
     yield expect(
         task,
         [True] * ranks,
         same,
-        mistake,
+        "another gradient",
         "keep each microbatch's input and output; backward begins from what the next stage "
         "sends: section 1 (holes 1 to 3)",
+        signs={
+            "nothing was kept for backward": found[-1] is None,
+            "the backward of one microbatch alone": lambda: any(
+                np.allclose(found[-1], alone(batch[at : at + 1])[-1]) for at in range(3)
+            ),
+        },
     )
 
 
 def _ahead(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
     target = [min(ranks - 1 - rank, microbatches) for rank in range(ranks)]
     measured = [exercise.ahead(rank, ranks, microbatches) for rank in range(ranks)]
-    known = {
-        "that is the first stage's number for all": [min(ranks - 1, microbatches)] * ranks,
-        "that is GPipe: all forwards first": [microbatches] * ranks,
-        "none is ahead: only the last stage begins so": [0] * ranks,
-        "the other way round: the first stage has most stages after it": [
-            min(r, microbatches) for r in range(ranks)
-        ],
-        "the one of the first turn is not ahead": [
-            min(ranks - rank, microbatches) for rank in range(ranks)
-        ],
-        "more than there are microbatches": [ranks - 1 - rank for rank in range(ranks)],
-    }
-    mistake = next(
-        (name for name, numbers in known.items() if numbers == measured), "other numbers"
-    )
     yield expect(
         f"forwards ahead, {plural(ranks, 'rank')}, {microbatches} microbatches",
         target,
         measured,
-        mistake,
+        "other numbers",
         "stages after this one: section 3 (hole 4)",
+        known={
+            "that is the first stage's number for all": [min(ranks - 1, microbatches)] * ranks,
+            "that is GPipe: all forwards first": [microbatches] * ranks,
+            "none is ahead: only the last stage begins so": [0] * ranks,
+            "the other way round: the first stage has most stages after it": [
+                min(r, microbatches) for r in range(ranks)
+            ],
+            "the one of the first turn is not ahead": [
+                min(ranks - rank, microbatches) for rank in range(ranks)
+            ],
+            "more than there are microbatches": [ranks - 1 - rank for rank in range(ranks)],
+        },
     )
 
 
@@ -192,18 +186,26 @@ def _lists(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Resu
 def _messages(exercise: ModuleType) -> Iterator[Result]:
     """What each compute of three stages waits for."""
     schedule = make_schedule("1f1b", 3, 2)
-    for instruction in (kind(stage, 1) for kind in (Forward, Backward) for stage in range(3)):
+    for instruction in (compute(stage, 1) for compute in (Forward, Backward) for stage in range(3)):
         target = next(
             (needed for needed in needs(instruction, schedule) if isinstance(needed, RECEIVES)),
             None,
         )
         measured = exercise.waits_for(instruction, 3)
+        kind = "forward" if isinstance(target, RecvActivation) else "backward"
         yield expect(
             f"what the {instruction} waits for, 3 stages",
             _name(target),
             _name(measured),
-            _mistake(target, measured),
+            "a receive carries the number of the stage that receives",
             "section 2 (holes 7, 8)",
+            signs={
+                "there is no stage there: the first stage reads the batch, the last has the loss": (
+                    target is None
+                ),
+                "it would use what has not come": measured is None,
+                f"a {kind} needs the other kind of message": type(target) is not type(measured),
+            },
         )
 
 
@@ -211,38 +213,22 @@ def _name(instruction: Instruction | None) -> str:
     return str(instruction) if instruction is not None else "nothing"
 
 
-def _mistake(target: Any, measured: Any) -> str:
-    if target is None:
-        return "there is no stage there: the first stage reads the batch, the last has the loss"
-    if measured is None:
-        return "it would use what has not come"
-    if type(target) is not type(measured):
-        return (
-            f"a {'forward' if isinstance(target, RecvActivation) else 'backward'} needs "
-            "the other kind of message"
-        )
-    return "a receive carries the number of the stage that receives"
-
-
 def _formulas(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
     right = make_schedule("1f1b", ranks, microbatches)
-    target = clock_of(right).bubble
-    measured = exercise.bubble(ranks, microbatches)
-    known = {
-        (ranks - 1)
-        / microbatches: "that is idle time over busy time; the bubble is over all of it",
-        (ranks - 1) / ranks: "that is the naive schedule's",
-    }
-    name = next(
-        (name for value, name in known.items() if abs(value - measured) < 1e-9), "another number"
-    )
-    yield Result(
+    yield expect(
         f"bubble, {plural(ranks, 'rank')}, {microbatches} microbatches",
-        abs(target - measured) < 1e-9,
-        f"{target:.4f}",
-        f"{measured:.4f}",
-        name,
+        clock_of(right).bubble,
+        exercise.bubble(ranks, microbatches),
+        "another number",
         "what the checker's clock finds: section 3 (hole 9)",
+        known={
+            "that is idle time over busy time; the bubble is over all of it": (
+                (ranks - 1) / microbatches
+            ),
+            "that is the naive schedule's": (ranks - 1) / ranks,
+        },
+        same=partial(isclose, abs_tol=1e-9),
+        show="{:.4f}".format,
     )
     yield expect(
         f"held, {plural(ranks, 'rank')}, {microbatches} microbatches",

@@ -12,7 +12,7 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.console import plural
-from minidist.grading import Result, expect
+from minidist.grading import Known, Result, expect, judge, named
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.nn.shares import head_shares
@@ -65,25 +65,21 @@ def _columns(exercise: ModuleType, heads: int, rank: int, size: int) -> Result:
     straddling = [int(x) + third * heads * width for third in range(3) for x in own]
     one_matrix = np.array_split(np.arange(3 * heads * width), size)[rank].tolist()
     head_by_head = np.array_split(np.arange(heads), size)[rank]
-    mistake = (
-        "a head lies on two ranks"
-        if ours == straddling
-        else "keys and values are missing: the matrix was cut as one"
-        if ours == one_matrix
-        else "head numbers, not columns"
-        if len(ours) == 3 * len(head_by_head)
-        else "queries alone"
-        if len(ours) == len(target) // 3
-        else "in another order"
-        if sorted(ours) == sorted(target)
-        else "other columns"
-    )
     return expect(
         f"rank {rank} of {size}: columns of {heads} heads",
         target,
         ours,
-        mistake,
+        "other columns",
         "heads × width columns of queries, then keys, then values: section 2 (holes 1, 2)",
+        known={
+            "a head lies on two ranks": straddling,
+            "keys and values are missing: the matrix was cut as one": one_matrix,
+        },
+        signs={
+            "head numbers, not columns": len(ours) == 3 * len(head_by_head),
+            "queries alone": len(ours) == len(target) // 3,
+            "in another order": sorted(ours) == sorted(target),
+        },
     )
 
 
@@ -130,7 +126,7 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
     part = np.maximum(w["x"] @ w["up"][:, own], 0) @ w["down"][own]
     y = whole.data
     yield _same(
-        f"y on {size} rank{'s' * (size > 1)}",
+        f"y on {plural(size, 'rank')}",
         y,
         ranks,
         "y",
@@ -146,7 +142,7 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
     dx = leaf["x"].grad
     assert dx is not None and leaf["bias"].grad is not None
     yield _same(
-        f"dx on {size} rank{'s' * (size > 1)}",
+        f"dx on {plural(size, 'rank')}",
         dx,
         ranks,
         "dx",
@@ -157,7 +153,7 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
         "each rank's columns used the same x, so its gradients add up: section 1 (hole 5)",
     )
     yield _same(
-        f"gradient of the bias on {size} rank{'s' * (size > 1)}",
+        f"gradient of the bias on {plural(size, 'rank')}",
         leaf["bias"].grad,
         ranks,
         "dbias",
@@ -176,7 +172,7 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
             np.allclose(rank["d" + name], target) for rank, target in zip(ranks, grads, strict=True)
         )
         yield Result(
-            f"gradient of {name} on {size} rank{'s' * (size > 1)}",
+            f"gradient of {name} on {plural(size, 'rank')}",
             right,
             "that of the own part",
             "equal" if right else "another",
@@ -192,7 +188,7 @@ def _same(
     target: np.ndarray,
     ranks: list[dict[str, Any]],
     name: str,
-    known: dict[str, np.ndarray],
+    known: Known,
     advice: str,
 ) -> Result:
     """Every rank's `name` beside the target; a difference by the name of the mistake that gives
@@ -205,13 +201,11 @@ def _same(
     if not wrong:
         return Result(task, True, "the whole layer's", "equal")
     first = ranks[0][name]
-    mistake = next(
-        (
-            text
-            for text, value in known.items()
-            if value.shape == first.shape and np.allclose(first, value)
-        ),
+    mistake, advice = named(
         "another result",
+        advice,
+        known=known,
+        gives=lambda value: value.shape == first.shape and np.allclose(first, value),
     )
     return Result(
         task,
@@ -263,28 +257,25 @@ def _logits(scale: float) -> tuple[np.ndarray, np.ndarray]:
 
 def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
     """Beside the library's, of the whole vocabulary."""
-    on = f"on {size} rank{'s' * (size > 1)}"
+    on = f"on {plural(size, 'rank')}"
     for number, (name, scale) in enumerate(
         (("loss", 1.0), ("loss of logits in the thousands", 400.0))
     ):
         target = ops.cross_entropy(*_logits(scale)).item()
         ours = [rank[number][0] for rank in ranks]
         right = all(np.isclose(loss, target, rtol=1e-9) for loss in ours)
-        mistake = (
-            "exp overflows, or vanishes: take each token's own largest logit, of all ranks, off "
-            "first"
-            if not np.isfinite(ours).all()
-            else "ranks disagree: something was not added up"
-            if len(set(np.round(ours, 9))) > 1
-            else "all agree on another number"
-        )
-        yield Result(
+        yield judge(
             f"{name} {on}",
             right,
             f"{target:.6f}",
             f"{ours[0]:.6f}",
-            mistake,
+            "all agree on another number",
             "maximum by 'max', sum and target by sum: section 5 (holes 7, 8, 9)",
+            signs={
+                "exp overflows, or vanishes: take each token's own largest logit, of all ranks, "
+                "off first": not np.isfinite(ours).all(),
+                "ranks disagree: something was not added up": len(set(np.round(ours, 9))) > 1,
+            },
         )
     if size > 1:
         yield expect(
@@ -307,20 +298,19 @@ def _traffic(exercise: ModuleType, blocks: int, tokens: int, width: int, ranks: 
     ]
     less, more = (elements_sent(config, ranks=ranks, tokens=tokens) for config in configs)
     target = more - less
-    measured = exercise.numbers_sent(blocks, tokens, width, ranks)
-    known = {
-        target // 2: "forward or backward alone",
-        target // (2 * (ranks - 1)): "numbers of a message, not sent",
-        target // 4: "one all-reduce a block",
-        target // 2 * 3: "that is with blocks computed again",
-        target // ranks: "of one rank",
-    }
     return expect(
         f"numbers sent for {plural(blocks, 'block')} on {ranks} ranks",
         target,
-        measured,
-        known.get(measured, "wrong traffic"),
+        exercise.numbers_sent(blocks, tokens, width, ranks),
+        "wrong traffic",
         "2 all-reduces forward, 2 backward: section 4 (hole 10)",
+        known={
+            "of one rank": target // ranks,
+            "that is with blocks computed again": target // 2 * 3,
+            "one all-reduce a block": target // 4,
+            "numbers of a message, not sent": target // (2 * (ranks - 1)),
+            "forward or backward alone": target // 2,
+        },
     )
 
 

@@ -3,6 +3,7 @@ attention sends."""
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.console import plural
 from minidist.device.backend import random_uniform
-from minidist.grading import Result, expect, variant
+from minidist.grading import Mistake, Result, Signs, expect, judge, variant
 from minidist.parallel.context.ring_attention import (
     own_blocks,
     plain_ring_attention,
@@ -55,41 +56,42 @@ def _blocks(exercise: ModuleType, ranks: int) -> Iterator[Result]:
     measured = [
         [int(number) for number in exercise.blocks_of(rank, ranks)] for rank in range(ranks)
     ]
-    known = {
-        "numbers begin at 0, so the last is 2·ranks - 1": [
-            [r, 2 * ranks - r] for r in range(ranks)
-        ],
-        "the next one: that is a sequence cut in `ranks`": [[r, r + 1] for r in range(ranks)],
-        "every rank-th: the last rank would still have most to do": [
-            [r, ranks + r] for r in range(ranks)
-        ],
-    }
-    mistake = next((name for name, numbers in known.items() if numbers == measured), "other blocks")
     yield expect(
-        f"blocks, {plural(ranks, 'rank')}", target, measured, mistake, "zigzag: section 3 (hole 1)"
+        f"blocks, {plural(ranks, 'rank')}",
+        target,
+        measured,
+        "other blocks",
+        "zigzag: section 3 (hole 1)",
+        known={
+            "numbers begin at 0, so the last is 2·ranks - 1": [
+                [r, 2 * ranks - r] for r in range(ranks)
+            ],
+            "the next one: that is a sequence cut in `ranks`": [[r, r + 1] for r in range(ranks)],
+            "every rank-th: the last rank would still have most to do": [
+                [r, ranks + r] for r in range(ranks)
+            ],
+        },
     )
 
 
 def _pairs(exercise: ModuleType) -> Iterator[Result]:
     target = [[q >= k for k in range(4)] for q in range(4)]
     measured = [[bool(exercise.multiplied(q, k)) for k in range(4)] for q in range(4)]
-    known = {
-        "queries must see their own block too": [[q > k for k in range(4)] for q in range(4)],
-        "the wrong way round: queries look back, not ahead": [
-            [q <= k for k in range(4)] for q in range(4)
-        ],
-        "L/P × L/P: only the own block": [[q == k for k in range(4)] for q in range(4)],
-        "without a mask; these look ahead": [[True] * 4] * 4,
-    }
-    mistake = next((name for name, table in known.items() if table == measured), "other pairs")
-    count = [sum(map(sum, table)) for table in (target, measured)]
-    yield Result(
+    yield expect(
         "pairs of 4 blocks",
-        target == measured,
-        f"{count[0]} of 16",
-        f"{count[1]} of 16",
-        mistake,
+        target,
+        measured,
+        "other pairs",
         "causal: section 3 (hole 2)",
+        known={
+            "queries must see their own block too": [[q > k for k in range(4)] for q in range(4)],
+            "the wrong way round: queries look back, not ahead": [
+                [q <= k for k in range(4)] for q in range(4)
+            ],
+            "L/P × L/P: only the own block": [[q == k for k in range(4)] for q in range(4)],
+            "without a mask; these look ahead": [[True] * 4] * 4,
+        },
+        show=lambda table: f"{sum(map(sum, table))} of 16",
     )
 
 
@@ -158,23 +160,34 @@ def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result
                 "section 1 (holes 3 to 6)",
             )
             return
-        off = max(float(np.abs(mine - right).max()) for mine, right in zip(found, due, strict=True))
-        mistake = "not what one process computes"
-        advice = "section 1 (holes 3 to 6)"
-        if not off < 1e-12:
-            for name, (old, new, number) in MISTAKES.items():
-                wrong = run(variant(plain_ring_attention, old, new))
-                if any(np.isfinite(part).any() for part in wrong) and all(
-                    np.allclose(mine, part, equal_nan=True)
-                    for mine, part in zip(found, wrong, strict=True)
-                ):
-                    mistake = name
-                    advice = f"section 1 (hole {number})"
-                    break
-            else:
-                if not all(np.isfinite(mine).all() for mine in found):
-                    mistake = "infinite, or no number: exp of a large score, or of -inf taken off"
-        yield Result(task, off < 1e-12, "off by 0", f"off by {off:.0e}", mistake, advice)
+        off = np.max([np.abs(mine - right).max() for mine, right in zip(found, due, strict=True)])
+        signs: Signs = {
+            name: Mistake(partial(_gives, found, run, old, new), f"section 1 (hole {number})")
+            for name, (old, new, number) in MISTAKES.items()
+        }
+        yield judge(
+            task,
+            off < 1e-12,
+            "off by 0",
+            f"off by {off:.0e}",
+            "not what one process computes",
+            "section 1 (holes 3 to 6)",
+            signs={
+                **signs,
+                "infinite, or no number: exp of a large score, or of -inf taken off": not all(
+                    np.isfinite(mine).all() for mine in found
+                ),
+            },
+        )
+
+
+def _gives(found: list[np.ndarray], run: Any, old: str, new: str) -> bool:
+    """Whether the plain version with `new` in place of `old` gives what was found, and finite
+    numbers in it."""
+    wrong = run(variant(plain_ring_attention, old, new))
+    return any(np.isfinite(part).any() for part in wrong) and all(
+        np.allclose(mine, part, equal_nan=True) for mine, part in zip(found, wrong, strict=True)
+    )
 
 
 def _positions(exercise: ModuleType) -> Iterator[Result]:
@@ -185,25 +198,22 @@ def _positions(exercise: ModuleType) -> Iterator[Result]:
             for rank in range(ranks)
         ]
         starts = np.cumsum([0, *map(len, target)])
-        known = {
-            "every rank counts from 0: the offset is forgotten": [
-                list(range(len(own))) for own in target
-            ],
-            "an offset, as if a rank's tokens were consecutive": [
-                list(range(start, start + len(own)))
-                for start, own in zip(starts[:-1], target, strict=True)
-            ],
-            "all positions; it has only its own tokens": [list(range(length))] * ranks,
-        }
-        mistake = next(
-            (name for name, numbers in known.items() if numbers == measured), "other positions"
-        )
         yield expect(
             f"positions, {plural(ranks, 'rank')}, {length} tokens",
             target,
             measured,
-            mistake,
+            "other positions",
             "section 5 (hole 7)",
+            known={
+                "every rank counts from 0: the offset is forgotten": [
+                    list(range(len(own))) for own in target
+                ],
+                "an offset, as if a rank's tokens were consecutive": [
+                    list(range(start, start + len(own)))
+                    for start, own in zip(starts[:-1], target, strict=True)
+                ],
+                "all positions; it has only its own tokens": [list(range(length))] * ranks,
+            },
         )
 
 
@@ -224,29 +234,29 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
 
     target = md.run(job, size=ranks)[0]
     forward, backward = exercise.blocks_sent(ranks)
-    known = {
-        "a rank has its own piece already: one hop less": 2 * ranks,
-        "keys and values are two": ranks - 1,
-    }
     yield expect(
         f"blocks sent forward, {plural(ranks, 'rank')}",
         target[0],
         forward,
-        next((name for name, number in known.items() if number == forward), "another number"),
+        "another number",
         "section 4 (hole 8)",
+        known={
+            "a rank has its own piece already: one hop less": 2 * ranks,
+            "keys and values are two": ranks - 1,
+        },
     )
-    known = {
-        "keys and values must go round again: no rank kept them": 2 * ranks,
-        "the gradients have one hop more: home": 4 * (ranks - 1),
-        "that is forward's": 2 * (ranks - 1),
-        "keys and values stop one hop earlier": 4 * ranks,
-    }
     yield expect(
         f"blocks sent backward, {plural(ranks, 'rank')}",
         target[1],
         backward,
-        next((name for name, number in known.items() if number == backward), "another number"),
+        "another number",
         "section 4 (hole 9)",
+        known={
+            "keys and values must go round again: no rank kept them": 2 * ranks,
+            "the gradients have one hop more: home": 4 * (ranks - 1),
+            "that is forward's": 2 * (ranks - 1),
+            "keys and values stop one hop earlier": 4 * ranks,
+        },
     )
 
 

@@ -12,11 +12,10 @@ import numpy as np
 from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.console import size_text
-from minidist.errors import CommError
-from minidist.grading import Result, expect, sent_since, totals
-from minidist.launch import run
+from minidist.grading import Mistake, Result, expect, sent_since, totals
 from minidist.lessons import zero_lab as lab
-from minidist.lessons.lab import alone, difference, new_model, weights
+from minidist.lessons.checking import on_ranks, parity, replicas
+from minidist.lessons.lab import alone, new_model, weights
 from minidist.nn import GPTConfig
 from minidist.optim import Adam
 from minidist.parallel.step.flat import Flat
@@ -26,7 +25,6 @@ CONFIG = GPTConfig(vocabulary=13, context=5, layers=1, width=8, heads=2, dtype="
 # ranks that do not divide the number of parameters
 SIZES = (3, 5)
 STEPS = 3
-LIMIT = 60.0
 
 CUT_FROM = (plain_zero1,)
 ANSWERS = {
@@ -41,18 +39,13 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     for n, size in ((12, 3), (13, 3), (14, 5), (2, 3)):
         yield _owners(exercise, n, size)
     for size in SIZES:
-        try:
-            ranks = run(_train, exercise, size=size, limit=LIMIT)
-        except CommError as error:
-            yield Result(
-                f"{STEPS} steps on {size} ranks",
-                False,
-                "an end",
-                type(error).__name__,
-                "the ranks do not fit together",
-                f"every rank calls the same collectives: section 1; {error}",
-            )
-            return
+        ranks = on_ranks(
+            _train,
+            exercise,
+            size=size,
+            task=f"{STEPS} steps on {size} ranks",
+            advice="every rank calls the same collectives: section 1",
+        )
         yield _divided(size, ranks)
         overlapped = any(rank["overlapped"] for rank in ranks)
         yield lab.gathered(
@@ -114,13 +107,13 @@ def _owners(exercise: ModuleType, n: int, size: int) -> Result:
         (own.start, own.stop) for own in (exercise.chunk_of(n, rank, size) for rank in range(size))
     ]
     owned = sum(stop - start for start, stop in mine)
-    mistake = "weights without an owner" if owned < n else "wrong slices"
     return expect(
         f"{n} weights on {size} ranks",
         target,
         mine,
-        mistake,
+        "wrong slices",
         "the first n % P ranks take one more, as numpy.array_split does: section 1 (hole 1)",
+        signs={"weights without an owner": owned < n},
     )
 
 
@@ -128,9 +121,6 @@ def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
     """Each optimizer was given the own chunk."""
     given = [rank["given"][0] for rank in ranks]
     right = [rank["right"] for rank in ranks]
-    mistake = (
-        "the optimizer is not divided" if given == [ranks[0]["n"]] * size else "the wrong part"
-    )
     if given == right and not all(rank["given"][1] for rank in ranks):
         return Result(
             f"{size} ranks, weights of each optimizer",
@@ -144,20 +134,17 @@ def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
         f"{size} ranks, weights of each optimizer",
         right,
         given,
-        mistake,
+        "the wrong part",
         "its state is what ZeRO-1 divides; give it weights[flat.chunk]: section 2 (hole 2)",
+        known={"the optimizer is not divided": [ranks[0]["n"]] * size},
     )
 
 
 def _replicas(size: int, ranks: list[dict[str, Any]]) -> Result:
     """After a step all have the same weights."""
-    first = ranks[0]["weights"]
-    apart = max(difference(rank["weights"], first) for rank in ranks)
-    return Result(
+    return replicas(
         f"{size} ranks, replicas after {STEPS} steps",
-        apart < 1e-12,
-        "equal",
-        f"apart by {apart:.1e}",
+        [rank["weights"] for rank in ranks],
         "the all-gather is missing",
         "each rank knows its own new weights alone until they are shared: "
         "section 1, step 4 (hole 4)",
@@ -166,22 +153,20 @@ def _replicas(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     """And they are those of one process."""
-    task = f"{size} ranks, weights"
-    mine = ranks[0]["weights"]
-    error = difference(mine, _alone())
-    if error < 1e-10:
-        return Result(
-            task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
-        )
-    mistake = "wrong gradients"
-    advice = "mine holds the sum over the ranks, no more: section 1, step 2 (hole 3)"
-    if difference(mine, _alone(1 / size)) < 1e-9:
-        mistake = "averaged twice"
-        advice = (
-            f"the gradients are {size} times too small, which Adam nearly hides; the loss is "
-            "divided by all ranks' tokens already: section 1, step 2 (hole 3)"
-        )
-    return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
+    return parity(
+        f"{size} ranks, weights",
+        _alone(),
+        [rank["weights"] for rank in ranks],
+        "wrong gradients",
+        "mine holds the sum over the ranks, no more: section 1, step 2 (hole 3)",
+        known={
+            "averaged twice": Mistake(
+                lambda: _alone(1 / size),
+                f"the gradients are {size} times too small, which Adam nearly hides; the loss is "
+                "divided by all ranks' tokens already: section 1, step 2 (hole 3)",
+            )
+        },
+    )
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
@@ -189,19 +174,15 @@ def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     n = 8 * ranks[0]["n"]
     measured = sum(rank["sent"][1] for rank in ranks) / STEPS
     target = 2 * (size - 1) * n
-    mistake = (
-        "an all-reduce where a reduce-scatter is enough"
-        if measured >= 1.4 * target
-        else "wrong traffic"
-    )
-    return Result(
+    return expect(
         f"{size} ranks, bytes a step",
-        measured == target,
-        size_text(target),
-        size_text(measured),
-        mistake,
+        target,
+        measured,
+        "wrong traffic",
         "a rank needs the sum of its own slice alone; with all sums on all ranks a step costs "
         "3(P-1)n: section 3 (hole 3)",
+        signs={"an all-reduce where a reduce-scatter is enough": measured >= 1.4 * target},
+        show=size_text,
     )
 
 

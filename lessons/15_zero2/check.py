@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.errors import CommError
-from minidist.grading import Result, expect, sent_since, totals
-from minidist.launch import run
+from minidist.grading import Mistake, Result, expect, judge, sent_since, totals
 from minidist.lessons import zero_lab as lab
-from minidist.lessons.lab import difference, new_model, weights
+from minidist.lessons.checking import on_ranks, parity, replicas
+from minidist.lessons.lab import new_model, weights
 from minidist.lessons.late_group import LateGroup
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
@@ -29,7 +28,6 @@ CONFIG = GPTConfig(vocabulary=13, context=5, layers=2, width=8, heads=2, dtype="
 BUCKET = 2048
 STEPS = 3
 PASSES = 2
-LIMIT = 60.0
 RATE = 0.3
 
 CUT_FROM = (plain_zero2,)
@@ -58,18 +56,13 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     for size in (2, 3):
         yield from _plain(exercise, size)
     for size in (2, 3):
-        try:
-            ranks = run(_train, exercise, size=size, limit=LIMIT)
-        except CommError as error:
-            yield Result(
-                f"{STEPS} steps on {size} ranks",
-                False,
-                "an end",
-                type(error).__name__,
-                "the ranks do not fit together",
-                f"every run sets out once a backward: section 1; {error}",
-            )
-            return
+        ranks = on_ranks(
+            _train,
+            exercise,
+            size=size,
+            task=f"{STEPS} steps on {size} ranks",
+            advice="every run sets out once a backward: section 1",
+        )
         yield _ended(size, ranks)
         yield _alive(size, ranks)
         yield _weights(size, ranks)
@@ -129,18 +122,12 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
         }
 
     task = f"plain_zero2 on {size} ranks, {STEPS} steps"
-    try:
-        ranks = run(job, size=size, limit=LIMIT)
-    except CommError as error:
-        yield Result(
-            task,
-            False,
-            "an end",
-            type(error).__name__,
-            "the ranks do not fit together",
-            f"every rank calls the same collectives: section 1 (holes 1, 2); {error}",
-        )
-        return
+    ranks = on_ranks(
+        job,
+        size=size,
+        task=task,
+        advice="every rank calls the same collectives: section 1 (holes 1, 2)",
+    )
     yield expect(
         f"{task}: whole gradients after backward",
         0,
@@ -150,24 +137,20 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
     )
     overlapped = any(rank["overlapped"] for rank in ranks)
     yield lab.gathered(f"{task}: what is gathered", overlapped, "section 1 (hole 2)")
-    apart = max(difference(rank["weights"], ranks[0]["weights"]) for rank in ranks)
-    yield Result(
+    trained = [rank["weights"] for rank in ranks]
+    yield replicas(
         f"{task}: replicas",
-        apart < 1e-12,
-        "equal",
-        f"apart by {apart:.1e}",
+        trained,
         "the all-gather is missing",
         "each rank knows its own new chunks alone until they are shared: section 1 (hole 2)",
     )
-    error = difference(ranks[0]["weights"], _alone())
-    averaged = difference(ranks[0]["weights"], _alone(1 / size)) < 1e-10
-    yield Result(
+    yield parity(
         f"{task}: weights",
-        error < 1e-10,
-        "those of one process",
-        f"off by {error:.1e}",
-        "averaged twice" if averaged else "wrong sums",
+        _alone(),
+        trained,
+        "wrong sums",
         "mine is the sum over the ranks, no more: section 1 (hole 1)",
+        known={"averaged twice": lambda: _alone(1 / size)},
     )
     n = 8 * ranks[0]["weights"].size
     yield expect(
@@ -313,54 +296,46 @@ def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
             "the gradient itself can be summed, because it does not "
             "change meanwhile; a copy beside it is a third bucket: section 2 (hole 3)",
         )
-    task = f"{size} ranks, in flight when backward goes on"
-    mistake = "too many in flight" if most else "backward stands still until each has landed"
-    return Result(
-        task,
+    return judge(
+        f"{size} ranks, in flight when backward goes on",
         most == 1,
         "one",
         f"{most} of {runs}",
-        mistake,
+        "backward stands still until each has landed",
         "when one sets out, the one before it lands: sections 1 and 2 (hole 4)",
+        signs={"too many in flight": most},
     )
 
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     """After training: those of one process."""
-    task = f"{size} ranks, {PASSES} passes a step, weights"
-    target = _alone()
-    error = max(difference(rank["weights"], target) for rank in ranks)
-    if error < 1e-10:
-        return Result(
-            task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
-        )
-    mistake = "wrong sums"
-    advice = "a shard is the sum over ranks and passes: section 4 (hole 5)"
-    mine = ranks[0]["weights"]
-    if difference(mine, _alone(1 / size)) < 1e-10:
-        mistake = "averaged twice"
-        advice = (
-            f"{size} times too small; the loss is divided by all ranks' tokens "
-            "already, so sums are sums: lesson 07, section 4 (hole 5)"
-        )
-    elif difference(mine, _alone(last_pass=size)) < 1e-10:
-        mistake = "replaced instead of added"
-        advice = (
-            "the first pass's sum is lost when the second's takes its "
-            "place: add to run.shard: section 4 (hole 5)"
-        )
-    return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
+    return parity(
+        f"{size} ranks, {PASSES} passes a step, weights",
+        _alone(),
+        [rank["weights"] for rank in ranks],
+        "wrong sums",
+        "a shard is the sum over ranks and passes: section 4 (hole 5)",
+        known={
+            "averaged twice": Mistake(
+                lambda: _alone(1 / size),
+                f"{size} times too small; the loss is divided by all ranks' tokens "
+                "already, so sums are sums: lesson 07, section 4 (hole 5)",
+            ),
+            "replaced instead of added": Mistake(
+                lambda: _alone(last_pass=size),
+                "the first pass's sum is lost when the second's takes its "
+                "place: add to run.shard: section 4 (hole 5)",
+            ),
+        },
+    )
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     """(P-1) n for each pass."""
-    measured = sum(rank["sent"][1] for rank in ranks)
-    target = STEPS * PASSES * (size - 1) * ranks[0]["n"]
-    return Result(
+    return expect(
         f"{size} ranks, bytes",
-        measured == target,
-        str(target),
-        str(measured),
+        STEPS * PASSES * (size - 1) * ranks[0]["n"],
+        sum(rank["sent"][1] for rank in ranks),
         "wrong traffic",
         "one reduce-scatter a run and pass: section 4 (hole 3)",
     )

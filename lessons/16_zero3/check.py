@@ -11,20 +11,17 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.console import size_text
-from minidist.errors import CommError
-from minidist.grading import Result, sent_since, totals
-from minidist.launch import run
+from minidist.grading import Mistake, Result, expect, judge, sent_since, totals
 from minidist.lessons import zero_lab as lab
-from minidist.lessons.lab import alone, difference, new_model
+from minidist.lessons.checking import on_ranks, parity
+from minidist.lessons.lab import alone, new_model
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.zero.zero3 import PlainUnit, plain_zero3
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=3, width=8, heads=2, dtype="float64")
 STEPS = 3
-LIMIT = 60.0
 RATE = 0.3
-
 
 CUT_FROM = (PlainUnit, plain_zero3)
 
@@ -32,18 +29,13 @@ CUT_FROM = (PlainUnit, plain_zero3)
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """Two and three ranks: what is whole and when, the weights, the bytes."""
     for size in (2, 3):
-        try:
-            ranks = run(_train, exercise, size=size, limit=LIMIT)
-        except CommError as error:
-            yield Result(
-                f"{STEPS} steps on {size} ranks",
-                False,
-                "an end",
-                type(error).__name__,
-                "the ranks do not fit together",
-                f"all ranks gather the same units: section 1; {error}",
-            )
-            return
+        ranks = on_ranks(
+            _train,
+            exercise,
+            size=size,
+            task=f"{STEPS} steps on {size} ranks",
+            advice="all ranks gather the same units: section 1",
+        )
         yield _there(size, ranks)
         yield _freed(size, ranks)
         yield _weights(size, ranks)
@@ -128,17 +120,15 @@ def _there(size: int, ranks: list[dict[str, Any]]) -> Result:
     """Each unit has its weights when it needs them."""
     missing = [name for rank in ranks for name in rank["missing"]]
     where = missing[0] if missing else ""
-    mistake = (
-        "not gathered again for backward" if "backward" in where else "not gathered for forward"
-    )
-    return Result(
+    return judge(
         f"{size} ranks, weights there when needed",
         not missing,
         "always",
         f"not for {where}" if where else "always",
-        mistake,
+        "not gathered for forward",
         "a unit is gathered before its forward and again before its backward: section 1 "
         f"(holes {3 if 'backward' in where else 1} and 4)",
+        signs={"not gathered again for backward": "backward" in where},
     )
 
 
@@ -188,22 +178,20 @@ def _freed(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     """After training: those of one process."""
-    task = f"{size} ranks, weights after {STEPS} steps"
-    mine = ranks[0]["weights"]
-    error = difference(mine, _alone())
-    if error < 1e-10:
-        return Result(
-            task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
-        )
-    mistake = "wrong gradients"
-    advice = "self.mine is the sum over the ranks: section 1, backward 3 (hole 5)"
-    if difference(mine, _alone(1 / size)) < 1e-10:
-        mistake = "averaged twice"
-        advice = (
-            f"{size} times too small; the loss is divided by all ranks' tokens "
-            "already: lesson 07, section 4 (hole 5)"
-        )
-    return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
+    return parity(
+        f"{size} ranks, weights after {STEPS} steps",
+        _alone(),
+        [rank["weights"] for rank in ranks],
+        "wrong gradients",
+        "self.mine is the sum over the ranks: section 1, backward 3 (hole 5)",
+        known={
+            "averaged twice": Mistake(
+                lambda: _alone(1 / size),
+                f"{size} times too small; the loss is divided by all ranks' tokens "
+                "already: lesson 07, section 4 (hole 5)",
+            )
+        },
+    )
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
@@ -211,17 +199,14 @@ def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     n = ranks[0]["n"]
     # without the last look
     measured = (sum(rank["sent"][1] for rank in ranks) - (size - 1) * n) / STEPS
-    target = 3 * (size - 1) * n
-    mistake = (
-        "an all-gather too many at the end" if measured == 4 * (size - 1) * n else "wrong traffic"
-    )
-    return Result(
+    return expect(
         f"{size} ranks, bytes a step",
-        measured == target,
-        size_text(target),
-        size_text(measured),
-        mistake,
+        3 * (size - 1) * n,
+        measured,
+        "wrong traffic",
         "gather, gather, reduce-scatter: the next forward gathers anyway: section 4 (hole 6)",
+        known={"an all-gather too many at the end": 4 * (size - 1) * n},
+        show=size_text,
     )
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -9,12 +10,11 @@ import numpy as np
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.errors import CommError
-from minidist.grading import Result, expect, variant
+from minidist.grading import Mistake, Result, expect, judge, variant
+from minidist.lessons.checking import LIMIT, on_ranks
 from minidist.parallel.hybrid.hybrid_step import plain_hybrid
 
 SHAPES = ({"dp": 2, "pp": 2, "tp": 2}, {"dp": 3, "pp": 1, "tp": 2}, {"dp": 2, "pp": 3, "tp": 2})
-LIMIT = 60.0
 
 CUT_FROM = (plain_hybrid,)
 ANSWERS = {
@@ -43,15 +43,16 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         ({"tp": 30, "dp": 40, "pp": 20}, ["pp", "tp", "dp"]),
     ):
         ours = list(exercise.layout(dict(sent)))
-        mistake = (
-            "the other way round: neighbours have the fastest links"
-            if ours == target[::-1]
-            else "as they stood"
-            if ours == list(sent)
-            else "another order"
-        )
         yield expect(
-            f"layout of {sent}", target, ours, mistake, "most bytes innermost: section 5 (hole 11)"
+            f"layout of {sent}",
+            target,
+            ours,
+            "another order",
+            "most bytes innermost: section 5 (hole 11)",
+            known={
+                "the other way round: neighbours have the fastest links": target[::-1],
+                "as they stood": list(sent),
+            },
         )
 
 
@@ -89,22 +90,20 @@ def _places(exercise: ModuleType, shape: dict[str, int], real: list[Any]) -> Ite
         dict(zip(shape, map(int, np.unravel_index(rank, sizes, order="F")), strict=True))
         for rank in range(len(real))
     ]
-    mistake = (
-        "the first axis is innermost there"
-        if ours == first_innermost
-        else "a place beyond the axis"
-        if any(not 0 <= places[axis] < shape[axis] for places in ours for axis in shape)
-        else "the same number is divided for every axis"
-        if ours
-        == [{axis: rank % size for axis, size in shape.items()} for rank in range(len(real))]
-        else "other places"
-    )
     yield expect(
         f"rank {wrong} of {_name(shape)}",
         target[wrong],
         ours[wrong],
-        mistake,
+        "other places",
         "remainder, then quotient: section 2 (holes 1, 2)",
+        signs={
+            "the first axis is innermost there": ours == first_innermost,
+            "a place beyond the axis": any(
+                not 0 <= places[axis] < shape[axis] for places in ours for axis in shape
+            ),
+            "the same number is divided for every axis": ours
+            == [{axis: rank % size for axis, size in shape.items()} for rank in range(len(real))],
+        },
     )
     for axis in shape:
         for rank, (_, groups) in enumerate(real):
@@ -113,24 +112,22 @@ def _places(exercise: ModuleType, shape: dict[str, int], real: list[Any]) -> Ite
                 same_place = [
                     other for other in range(len(real)) if target[other][axis] == target[rank][axis]
                 ]
-                wrong_name = (
-                    "those that agree on the axis; a group differs on it and agrees elsewhere"
-                    if measured == same_place
-                    else "all ranks"
-                    if len(measured) == len(real) > len(groups[axis])
-                    else "not itself"
-                    if rank not in measured
-                    else "other ranks"
-                )
                 yield expect(
                     f"{axis} group of rank {rank} of {_name(shape)}",
                     groups[axis],
                     measured,
-                    wrong_name,
+                    "other ranks",
                     "equal in every other coordinate: section 2 (hole 3)",
+                    known={
+                        "those that agree on the axis; a group differs on it and agrees elsewhere": (
+                            same_place
+                        )
+                    },
+                    signs={
+                        "all ranks": len(measured) == len(real) > len(groups[axis]),
+                        "not itself": rank not in measured,
+                    },
                 )
-                if measured != groups[axis]:
-                    return
 
 
 MISTAKES = {
@@ -164,55 +161,58 @@ MISTAKES = {
 """{name: (code of the plain version, what a student may write there, the holes)}"""
 
 
-def _stepped(step: Any, shape: dict[str, int]) -> list[np.ndarray]:
-    """Each rank's weights after one step on 12 rows."""
+def _one_step(world: Group, step: Any, shape: dict[str, int]) -> np.ndarray:
+    """A rank's weights after one step on 12 rows."""
     draw = np.random.default_rng(0)
     inputs = draw.normal(size=(12, 4))
     targets = draw.normal(size=(12, 4))
     ups = draw.normal(size=(shape["pp"], 4, 6))
     downs = draw.normal(size=(shape["pp"], 6, 4))
+    mesh = md.Mesh(world, **shape)
+    own = np.array_split(np.arange(6), shape["tp"])[mesh["tp"].rank]
+    stage = mesh["pp"].rank
+    up = ups[stage][:, own].copy()
+    down = downs[stage][own].copy()
+    step(mesh["dp"], mesh["pp"], mesh["tp"], inputs, targets, up, down, 0.1)
+    mesh.close()
+    return np.concatenate([up.ravel(), down.ravel()])
 
-    def job(world: Group) -> np.ndarray:
-        mesh = md.Mesh(world, **shape)
-        own = np.array_split(np.arange(6), shape["tp"])[mesh["tp"].rank]
-        stage = mesh["pp"].rank
-        up = ups[stage][:, own].copy()
-        down = downs[stage][own].copy()
-        step(mesh["dp"], mesh["pp"], mesh["tp"], inputs, targets, up, down, 0.1)
-        mesh.close()
-        return np.concatenate([up.ravel(), down.ravel()])
 
-    return md.run(job, size=_size(shape), limit=LIMIT)
+def _stepped(step: Any, shape: dict[str, int]) -> list[np.ndarray]:
+    """Each rank's weights after one step of the library's code."""
+    return md.run(_one_step, step, shape, size=_size(shape), limit=LIMIT)
 
 
 def _step(exercise: ModuleType, shape: dict[str, int]) -> Result:
     """One step beside the plain version's, and beside what mistakes lead to."""
     task = f"weights after a step on {_name(shape)}"
     target = _stepped(plain_hybrid, shape)
-    try:
-        found = _stepped(exercise.plain_hybrid, shape)
-    except CommError as error:
-        return Result(
-            task,
-            False,
-            "every rank returns",
-            type(error).__name__,
-            "the ranks do not fit together",
-            "every rank of a group calls the same: section 1 (holes 4 to 8); "
-            f"{str(error).splitlines()[0]}",
-        )
-    off = max(float(np.abs(mine - right).max()) for mine, right in zip(found, target, strict=True))
-    mistake = "other weights"
-    advice = "section 1 (holes 4 to 8)"
-    if not off < 1e-12:
-        for name, (old, new, numbers) in MISTAKES.items():
-            wrong = _stepped(variant(plain_hybrid, old, new), shape)
-            if all(np.allclose(mine, part) for mine, part in zip(found, wrong, strict=True)):
-                mistake = name
-                advice = f"section 1 (holes {numbers})"
-                break
-    return Result(
-        task, off < 1e-12, "the plain version's, to 1e-12", f"off by {off:.1e}", mistake, advice
+    found = on_ranks(
+        _one_step,
+        exercise.plain_hybrid,
+        shape,
+        size=_size(shape),
+        task=task,
+        target="every rank returns",
+        advice="every rank of a group calls the same: section 1 (holes 4 to 8)",
+    )
+    off = np.max([np.abs(mine - right).max() for mine, right in zip(found, target, strict=True)])
+
+    def gives(old: str, new: str) -> bool:
+        wrong = _stepped(variant(plain_hybrid, old, new), shape)
+        return all(np.allclose(mine, part) for mine, part in zip(found, wrong, strict=True))
+
+    return judge(
+        task,
+        off < 1e-12,
+        "the plain version's, to 1e-12",
+        f"off by {off:.1e}",
+        "other weights",
+        "section 1 (holes 4 to 8)",
+        signs={
+            name: Mistake(partial(gives, old, new), f"section 1 (holes {numbers})")
+            for name, (old, new, numbers) in MISTAKES.items()
+        },
     )
 
 
@@ -269,27 +269,23 @@ def _norm(shape: dict[str, int], ranks: list[dict[str, Any]]) -> Result:
     target = ranks[0]["norms"]["right"]
     right = all(np.isclose(rank["norm"], rank["norms"]["right"]) for rank in ranks)
     known = {
-        "several": "what tp ranks hold alike counts several times",
-        "none": "what tp ranks hold alike is missing",
-        "all": "replicas have the same gradient: each number counts dp times",
-        "own": "this rank's part alone",
-        "tp": "the other stages are missing",
+        "what tp ranks hold alike counts several times": "several",
+        "what tp ranks hold alike is missing": "none",
+        "replicas have the same gradient: each number counts dp times": "all",
+        "this rank's part alone": "own",
+        "the other stages are missing": "tp",
     }
-    mistake = next(
-        (
-            text
-            for name, text in known.items()
-            if all(np.isclose(rank["norm"], rank["norms"][name]) for rank in ranks)
-        ),
-        "another number",
-    )
-    return Result(
+    return judge(
         f"norm on {_name(shape)}",
         right,
         f"{target:.6f} on every rank",
         ", ".join(dict.fromkeys(f"{rank['norm']:.6f}" for rank in ranks)),
-        mistake,
+        "another number",
         "each number once: section 6 (holes 9, 10)",
+        signs={
+            mistake: all(np.isclose(rank["norm"], rank["norms"][name]) for rank in ranks)
+            for mistake, name in known.items()
+        },
     )
 
 

@@ -3,6 +3,7 @@ process."""
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -11,9 +12,8 @@ import numpy as np
 from minidist.autograd.ops.experts import top_positions
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
-from minidist.errors import CommError
-from minidist.grading import Result
-from minidist.launch import run
+from minidist.grading import Result, expect, judge
+from minidist.lessons.checking import on_ranks
 from minidist.nn import GPT, GPTConfig, MixtureConfig, mixture
 from minidist.nn.moe import mixtures, rebalance
 from minidist.parallel.experts.expert_parallel import plain_experts
@@ -22,7 +22,6 @@ TOKENS = 9
 WIDTH = 8
 EXPERTS = 5
 K = 2
-LIMIT = 60.0
 
 CUT_FROM = (plain_experts,)
 ANSWERS = {
@@ -81,20 +80,18 @@ def _choose(exercise: ModuleType) -> Result:
         mine = np.asarray(exercise.choose(chances, k))
         if not np.array_equal(mine, right):
             break
-    mistake = "not the likeliest"
-    if mine.shape != right.shape:
-        mistake = "not k a token"
-    elif np.array_equal(mine, right[:, ::-1]):
-        mistake = "the likeliest comes last"
-    elif np.array_equal(mine, np.argsort(chances, axis=1)[:, :k]):
-        mistake = "those are the least likely"
-    return Result(
+    return judge(
         "experts of 9 tokens",
         np.array_equal(mine, right),
         f"first {right[0]}",
         f"first {mine[0] if mine.size else mine}",
-        mistake,
+        "not the likeliest",
         "argsort sorts upwards: section 2 (hole 1)",
+        signs={
+            "not k a token": mine.shape != right.shape,
+            "the likeliest comes last": np.array_equal(mine, right[:, ::-1]),
+            "those are the least likely": np.array_equal(mine, np.argsort(chances, axis=1)[:, :k]),
+        },
     )
 
 
@@ -103,19 +100,15 @@ def _places(exercise: ModuleType) -> Result:
     for capacity, k, tokens, experts in ((1.0, 2, 16, 8), (1.25, 1, 16, 8), (1.0, 2, 9, 5)):
         right = MixtureConfig(experts=experts, top_k=k, capacity=capacity).places(tokens)
         mine = exercise.places(capacity, k, tokens, experts)
-        mistake = (
-            "a token counts once, but has k choices"
-            if k > 1 and mine < right
-            else "not capacity times the share"
-        )
         if mine != right:
-            return Result(
+            return judge(
                 f"places for {tokens} tokens, k={k}, {experts} experts, capacity {capacity}",
                 False,
                 str(right),
                 str(mine),
-                mistake,
+                "not capacity times the share",
                 "tokens make k choices each: section 3 (hole 2)",
+                signs={"a token counts once, but has k choices": k > 1 and mine < right},
             )
     return Result("places", True, "3 cases", "3 cases")
 
@@ -128,15 +121,17 @@ def _keep(exercise: ModuleType) -> Result:
     chosen = layer.routing.chosen[0]
     right = layer.routing.kept[0]
     mine = np.asarray(exercise.keep(chosen, layer.config.places(TOKENS), EXPERTS))
-    mistake = "one too many" if mine.sum() > right.sum() else "one too few"
-    mistake = "nothing is dropped" if mine.all() else mistake
-    return Result(
+    return judge(
         f"choices taken of {chosen.size}",
         np.array_equal(mine, right),
         str(int(right.sum())),
         str(int(mine.sum())),
-        mistake,
+        "one too few",
         "with `room` places, the choice that finds `room` taken is dropped: section 3 (hole 3)",
+        signs={
+            "nothing is dropped": mine.all(),
+            "one too many": mine.sum() > right.sum(),
+        },
     )
 
 
@@ -164,17 +159,7 @@ def _journey(exercise: ModuleType, size: int) -> Result:
         return sum(seen), y
 
     task = f"{size} ranks, {count} tokens"
-    try:
-        ranks = run(job, size=size, limit=LIMIT)
-    except CommError as error:
-        return Result(
-            task,
-            False,
-            "an end",
-            type(error).__name__,
-            "the ranks do not fit together",
-            f"one array for each rank: section 1; {error}",
-        )
+    ranks = on_ranks(job, size=size, task=task, advice="one array for each rank: section 1")
     rows = [seen for seen, _ in ranks]
     due = np.bincount(chosen, minlength=size).tolist()
     if rows != due:
@@ -186,27 +171,27 @@ def _journey(exercise: ModuleType, size: int) -> Result:
             "rows for the wrong ranks",
             "cut the sorted rows where one expert's end: section 1 (hole 5)",
         )
-    off = float(np.abs(np.concatenate([y for _, y in ranks]) - right).max())
-    mistake = "rows met other experts, or came back to other tokens"
-    unsorted = np.concatenate([y for _, y in ranks])
+    found = np.concatenate([y for _, y in ranks])
+    off = float(np.abs(found - right).max())
     homes = np.array_split(np.arange(count), size)
-    swapped = np.concatenate([right[mine] / weight[mine, None] for mine in homes])
-    sorted_rows = np.concatenate(
+    unweighted = [right[mine] / weight[mine, None] for mine in homes]
+    as_sorted = np.concatenate(
         [
-            (right[mine] / weight[mine, None])[np.argsort(chosen[mine], kind="stable")]
-            * weight[mine, None]
-            for mine in homes
+            rows[np.argsort(chosen[mine], kind="stable")] * weight[mine, None]
+            for rows, mine in zip(unweighted, homes, strict=True)
         ]
     )
-    if np.allclose(unsorted, sorted_rows) and not np.allclose(swapped, unsorted):
-        mistake = "results stand in the experts' order"
-    return Result(
+    return judge(
         task,
         off < 1e-12,
         "the rows of one process",
         f"off by {off:.1g}",
-        mistake,
+        "rows met other experts, or came back to other tokens",
         "row i of the sorted ones is token order[i]'s: section 1 (holes 4 and 6)",
+        signs={
+            "results stand in the experts' order": np.allclose(found, as_sorted)
+            and not np.allclose(found, np.concatenate(unweighted))
+        },
     )
 
 
@@ -222,18 +207,18 @@ def _balance(exercise: ModuleType) -> Result:
     right = layer.balance.item() / TOKENS
     assert layer.routing is not None, "it has run"
     mine = float(exercise.balance_loss(layer.routing.chosen[0], chances))
-    mistake = "not E Σ f p"
-    if np.isclose(mine * EXPERTS, right):
-        mistake = "the factor E is missing"
-    elif np.isclose(mine, right * TOKENS):
-        mistake = "a sum over tokens instead of the mean"
-    return Result(
+    return expect(
         "balance loss",
-        bool(np.isclose(mine, right, rtol=1e-10)),
-        f"{right:.4f}",
-        f"{mine:.4f}",
-        mistake,
+        right,
+        mine,
+        "not E Σ f p",
         "with f = p = 1/E it must be 1: section 4 (hole 7)",
+        known={
+            "the factor E is missing": right / EXPERTS,
+            "a sum over tokens instead of the mean": right * TOKENS,
+        },
+        same=partial(np.isclose, rtol=1e-10),
+        show="{:.4f}".format,
     )
 
 
@@ -246,16 +231,14 @@ def _biases(exercise: ModuleType) -> Result:
     assert layer.bias is not None
     right = layer.bias.data
     mine = np.asarray(exercise.move_biases(np.zeros(EXPERTS), load, 0.25))
-    mistake = "all move alike, by rate, whatever the distance"
-    if np.allclose(mine, -right):
-        mistake = "the busy are liked more"
-    return Result(
+    return judge(
         f"biases after loads {load.tolist()}",
         np.allclose(mine, right),
         str(right.tolist()),
         str(np.round(mine, 3).tolist()),
-        mistake,
+        "all move alike, by rate, whatever the distance",
         "np.sign of the distance to the mean: section 4 (hole 8)",
+        signs={"the busy are liked more": np.allclose(mine, -right)},
     )
 
 

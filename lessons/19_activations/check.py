@@ -11,7 +11,7 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.console import size_text
 from minidist.device import account
-from minidist.grading import Result, expect
+from minidist.grading import Result, expect, judge
 from minidist.parallel.memory.activations import plain_recompute
 
 LAYERS = 6
@@ -45,19 +45,19 @@ def _formula(exercise: ModuleType) -> Iterator[Result]:
     for layers, size, x, a in ((12, 3, 10, 100), (16, 4, 1, 4), (6, 6, 5, 50), (6, 1, 5, 50)):
         target = (layers // size - 1) * x + size * a
         measured = exercise.peak(layers, size, x, a)
-        known = {
-            target + x: "the segment's own input counted twice",
-            layers // size * x: "nothing is made again",
-            layers * x + a: "that keeps every block's input",
-            layers * a: "that is everything kept",
-            (layers // size - 1) * x + a: "one block is made again, and not one segment",
-        }
         yield expect(
             f"peak of {layers} blocks in segments of {size}",
             target,
             measured,
-            known.get(measured, "another number"),
+            "another number",
             "(segments - 1) inputs and one segment's insides: section 3 (hole 1)",
+            known={
+                "one block is made again, and not one segment": (layers // size - 1) * x + a,
+                "that is everything kept": layers * a,
+                "that keeps every block's input": layers * x + a,
+                "nothing is made again": layers // size * x,
+                "the segment's own input counted twice": target + x,
+            },
         )
     for layers in (10, 12, 16, 36):
         for x, a in STACKS:
@@ -161,21 +161,15 @@ def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
         weight.grad is not None and np.array_equal(weight.grad, target)
         for weight, target in zip(weights, targets, strict=True)
     )
-    last = LAYERS - size
-    mistake = (
-        "the gradient does not reach the segment before"
-        if right == size
-        else "a segment starts from another's input"
-        if weights[last].grad is not None
-        else "no weight got one"
-    )
     yield expect(
         f"weights with the right gradient, segments of {size}",
         LAYERS,
         right,
-        mistake,
+        "no weight got one",
         "take the last kept input, go back through it, hand on again.grad: section 1 (holes 4, "
         "5, 6)",
+        known={"the gradient does not reach the segment before": size},
+        signs={"a segment starts from another's input": weights[LAYERS - size].grad is not None},
     )
     same = isinstance(dx, np.ndarray) and np.array_equal(dx, np.asarray(start.grad))
     yield Result(
@@ -200,13 +194,6 @@ def _codes(exercise: ModuleType) -> Iterator[Result]:
     other = chances[0].copy()
     other[0] = 0.999
     own = np.array_equal(exercise.codes_of(x, other)[0][1:], draws[0][0][1:])
-    mistake = (
-        "a number is rounded the same way whatever the chance"
-        if same
-        else "the mean is half a step too high"
-        if abs(error - 0.5) < 0.02
-        else "the mean is another number"
-    )
     yield Result(
         "codes of the other numbers, where one chance changes",
         own,
@@ -215,13 +202,17 @@ def _codes(exercise: ModuleType) -> Iterator[Result]:
         "a number is rounded by another's chance",
         "each number has a chance of its own: section 5 (hole 7)",
     )
-    yield Result(
+    yield judge(
         "mean code over 1000 chances",
         error < 0.01,
         "x / scale",
         f"off by {error:.2f} of a step",
-        mistake,
+        "the mean is another number",
         "add the chance, then take the floor: section 5 (hole 7)",
+        signs={
+            "a number is rounded the same way whatever the chance": same,
+            "the mean is half a step too high": abs(error - 0.5) < 0.02,
+        },
     )
 
 

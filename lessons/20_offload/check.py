@@ -11,7 +11,7 @@ import numpy as np
 
 import minidist as md
 from minidist.autograd.tensor import Parameter
-from minidist.grading import Result, expect, load_module
+from minidist.grading import Result, expect, judge, load_module
 from minidist.nn import GPT
 from minidist.optim import Adam
 from minidist.parallel.memory.offload import plain_offload
@@ -136,18 +136,15 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
         "the host reads device memory",
         "the gradient goes down: h.grad is a copy of p.grad: section 1 (hole 1)",
     )
-    mistake = (
-        "the new weights never reach the device"
-        if np.array_equal(found[0], start[0])
-        else "other weights"
-    )
-    yield Result(
+    right = np.array_equal(found[0], found[1])
+    yield judge(
         "weights on the device",
-        np.array_equal(found[0], found[1]),
+        right,
         "the host's",
-        "the host's" if np.array_equal(found[0], found[1]) else "others",
-        mistake,
+        "the host's" if right else "others",
+        "other weights",
         "p.data[...] = h.data: section 1 (hole 2)",
+        signs={"the new weights never reach the device": np.array_equal(found[0], start[0])},
     )
     yield expect(
         "weights on the device that are the host's own arrays",
@@ -209,19 +206,19 @@ def _moved(exercise: ModuleType) -> Iterator[Result]:
         mine = exercise.moved_with_the_host(seen["parameters"], itemsize, passes)
         for way, target in seen["moved"].items():
             came = mine[way]
-            mistake = "wrong bytes"
-            if way == "host to device" and passes > 1 and came == passes * target:
-                mistake = "weights come up once a step"
-            elif passes > 1 and came * passes == target:
-                mistake = "each pass sends its gradients"
-            elif came == 2 * target or came == 4 * target // itemsize:
-                mistake = "weights travel in the device's precision, not as masters"
             yield expect(
                 f"{precision}, {passes} pass{'es' * (passes > 1)}, {way}",
                 target,
                 came,
-                mistake,
+                "wrong bytes",
                 "gradients A times, weights once: section 3 (hole 5)",
+                signs={
+                    "weights come up once a step": way == "host to device"
+                    and came == passes * target,
+                    "each pass sends its gradients": came * passes == target,
+                    "weights travel in the device's precision, not as masters": came
+                    in (2 * target, 4 * target // itemsize),
+                },
             )
 
 
@@ -338,12 +335,20 @@ def _update(exercise: ModuleType) -> Iterator[Result]:
     )
     for run in UNITS:
         order = [what for what, whose in events if whose == run]
-        mistake = "the update did not wait for its gradients"
-        if "up" not in order:
-            mistake = "the new weights never reach the device"
-        elif "adam" in order and order.index("up") < order.index("adam"):
-            mistake = "weights go up before they are new"
-        yield expect(f"update of {run}", ["arrived", "adam", "up"], order, mistake, advice)
+        sent_up = "up" in order
+        yield expect(
+            f"update of {run}",
+            ["arrived", "adam", "up"],
+            order,
+            "the update did not wait for its gradients",
+            advice,
+            signs={
+                "the new weights never reach the device": not sent_up,
+                "weights go up before they are new": sent_up
+                and "adam" in order
+                and order.index("up") < order.index("adam"),
+            },
+        )
     last = events.index(("adam", UNITS[-1]))
     first = ("arrived", f"{UNITS[0]}'s weights")
     hidden = first in events and events.index(first) > last

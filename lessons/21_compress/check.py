@@ -5,6 +5,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from math import isclose
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,9 +14,10 @@ import numpy as np
 
 from minidist import holes
 from minidist.comm.group import Group
-from minidist.grading import Result, answer_key, run_module
+from minidist.grading import Mistake, Result, answer_key, expect, run_module
 from minidist.launch import run
-from minidist.lessons.lab import difference, new_model, random_batch, weights
+from minidist.lessons.checking import LIMIT, parity
+from minidist.lessons.lab import new_model, random_batch, weights
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD, Optimizer
 from minidist.parallel.compress.compress import plain_compressed_ddp
@@ -28,7 +30,6 @@ SEQUENCES = 7  # rows of every batch: three ranks have 3, 2 and 2
 STEPS = 6
 EVERY = 3
 DENSITY = 0.1
-LIMIT = 60.0
 
 CUT_FROM = (plain_compressed_ddp, plain_diloco)
 ANSWERS = {11: "2 * itemsize / (ranks * (4 + itemsize))"}
@@ -228,19 +229,19 @@ def _wrong_values(target: np.ndarray, found: np.ndarray) -> str:
 def _meetings(student: Train) -> Result:
     """How often ranks met."""
     found = _ranks(student)[0]
+    all_steps = STEPS * found["parameters"]
     target = STEPS // EVERY * found["parameters"]
-    known = {
-        STEPS * found["parameters"]: "the ranks meet after every step",
-        0: "the ranks never meet",
-        STEPS * found["parameters"] - target: "the ranks meet when they should not",
-    }
-    return Result(
+    return expect(
         f"all-reduces in {STEPS} steps, H={EVERY}",
-        found["summed"] == target,
-        str(target),
-        str(found["summed"]),
-        known.get(found["summed"], "the ranks meet at other steps"),
+        target,
+        found["summed"],
+        "the ranks meet at other steps",
         "they meet after step H, 2H, …: section 5 (hole 7)",
+        known={
+            "the ranks meet after every step": all_steps,
+            "the ranks never meet": 0,
+            "the ranks meet when they should not": all_steps - target,
+        },
     )
 
 
@@ -254,30 +255,30 @@ def _weights(
     mistakes: dict[str, tuple[int, str, str]],
 ) -> Result:
     """Alike on all ranks, and those of the plain version."""
-    ranks = _ranks(training(exercise))
-    target = _ranks(training(sys.modules[__name__]))[0]["weights"]
-    scale = np.abs(target).max()
-    error = max(difference(rank["weights"], target) for rank in ranks)
-    task = f"{task}: weights of 3 ranks after {STEPS} steps"
-    wanted = "those of the plain version, to 1e-10"
-    if error < 1e-10:
-        return Result(task, True, wanted, wanted)
-    for mistake, (hole, code, advice) in mistakes.items():
-        wrong = _ranks(training(_filled(hole, code)))
-        if all(
-            np.abs(a["weights"] - b["weights"]).max() < 1e-9 * scale
-            for a, b in zip(ranks, wrong, strict=True)
-        ):
-            return Result(task, False, wanted, f"off by {error:.1e}", mistake, advice)
-    alike = all(np.array_equal(rank["weights"], ranks[0]["weights"]) for rank in ranks)
-    return Result(
-        task,
-        False,
-        wanted,
-        f"off by {error:.1e}",
-        "other weights" if alike else "the ranks' weights differ",
+    ranks = [rank["weights"] for rank in _ranks(training(exercise))]
+
+    def trained(module: Any) -> Any:
+        return _ranks(training(module))[0]["weights"]
+
+    return parity(
+        f"{task}: weights of 3 ranks after {STEPS} steps",
+        trained(sys.modules[__name__]),
+        ranks,
+        "other weights",
         f"line by line beside the story (holes {'6 to 10' if 'DiLoCo' in task else '1 to 5'})",
+        known={
+            mistake: Mistake(partial(_with_mistake, trained, hole, code), advice)
+            for mistake, (hole, code, advice) in mistakes.items()
+        },
+        signs={
+            "the ranks' weights differ": any(not np.array_equal(mine, ranks[0]) for mine in ranks)
+        },
+        wanted="those of the plain version",
     )
+
+
+def _with_mistake(trained: Callable[[Any], np.ndarray], hole: int, code: str) -> np.ndarray:
+    return trained(_filled(hole, code))
 
 
 def _filled(hole: int, code: str) -> ModuleType:
@@ -291,22 +292,19 @@ def _filled(hole: int, code: str) -> ModuleType:
 
 def _break_even(exercise: ModuleType, ranks: int, itemsize: int) -> Result:
     target = 2 * itemsize / (ranks * (4 + itemsize))
-    found = exercise.largest_density(ranks, itemsize)
-    known = {
-        2 / ranks: "the positions travel too",
-        itemsize / (4 + itemsize): "an all-gather grows with the ranks",
-        1 / ranks: "a position has 4 bytes, whatever a number has",
-    }
-    near = next(
-        (said for value, said in known.items() if abs(found - value) < 1e-12), "another density"
-    )
-    return Result(
+    return expect(
         f"density at which top-k gains nothing, {ranks} ranks, {itemsize} bytes a number",
-        abs(found - target) < 1e-12,
-        f"{target:.4f}",
-        f"{found:.4f}",
-        near,
+        target,
+        exercise.largest_density(ranks, itemsize),
+        "another density",
         "set both numbers of bytes equal: section 2 (hole 11)",
+        known={
+            "a position has 4 bytes, whatever a number has": 1 / ranks,
+            "an all-gather grows with the ranks": itemsize / (4 + itemsize),
+            "the positions travel too": 2 / ranks,
+        },
+        same=partial(isclose, rel_tol=0, abs_tol=1e-12),
+        show="{:.4f}".format,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from minidist.errors import KernelError
 from minidist.files import scratch
-from minidist.grading import Result, expect, load_module
+from minidist.grading import Mistake, Result, expect, judge, load_module, named
 from minidist.kernels import on_cpu
 from minidist.kernels.attention import attention_reference
 from minidist.kernels.loader import Source, launch
@@ -161,14 +161,25 @@ def _attention(exercise: ModuleType) -> Iterator[Result]:
     by_8 = wide_q * WIDTH**0.5  # the reference divides scores by √8
     right, _ = attention_reference(*(x[None, None] for x in (by_8, wide_k, wide_v)))
     off = float(abs(y - right[0, 0]).max())
-    mistake = ("another update", "section 1 (holes 1 to 3)")
     with np.errstate(invalid="ignore", over="ignore"):
-        for name, words in MISTAKES.items():
-            if np.allclose(
-                y, _one_pass(wide_q, wide_k, wide_v, name), rtol=1e-3, atol=1e-4, equal_nan=True
-            ):
-                mistake = words
-    yield Result(task, off < 1e-5, target, f"off by {off:.0e}", *mistake)
+        yield judge(
+            task,
+            off < 1e-5,
+            target,
+            f"off by {off:.0e}",
+            "another update",
+            "section 1 (holes 1 to 3)",
+            signs={
+                name: Mistake(partial(_same, y, wide_q, wide_k, wide_v, mistake), advice)
+                for mistake, (name, advice) in MISTAKES.items()
+            },
+        )
+
+
+def _same(y: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> bool:
+    """Whether the loop with this mistake in it gives y."""
+    wrong = _one_pass(q, k, v, mistake)
+    return np.allclose(y, wrong, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
 # ----------------------------------------------------------------------------------------- barriers
@@ -188,21 +199,18 @@ def _barriers(exercise: ModuleType) -> Iterator[Result]:
     b = rng.normal(size=(K, N)).astype(np.float32)
     c = np.full((M, N), np.nan, np.float32)
     grid = (N // TILE, -(-M // TILE))
-    mistake, advice = (
-        (
-            "some threads never come to C",
-            "rows beyond m skip the block of the if, and a barrier is for all threads",
-        )
-        if "C" in letters
-        else (
-            "numbers are read before others have written them",
-            "a barrier between filling a tile and reading it",
-        )
-        if "B" not in letters
-        else (
-            "a tile is overwritten while others still read it",
-            "a barrier between reading a tile and filling it again",
-        )
+    mistake, advice = named(
+        "a tile is overwritten while others still read it",
+        "a barrier between reading a tile and filling it again",
+        signs={
+            "some threads never come to C": Mistake(
+                "C" in letters,
+                "rows beyond m skip the block of the if, and a barrier is for all threads",
+            ),
+            "numbers are read before others have written them": Mistake(
+                "B" not in letters, "a barrier between filling a tile and reading it"
+            ),
+        },
     )
     try:
         seen = _run(exercise, "product", filled, grid, (TILE, TILE), (a, b, c, M, N, K))
@@ -237,18 +245,18 @@ def _sectors(exercise: ModuleType) -> Iterator[Result]:
     for stride in (1, 2, 3, 8, 16):
         target = lab.one_warp(stride).sectors
         measured = exercise.sectors(stride)
-        known = {
-            32: "a sector for each lane, but neighbours share",
-            4 * stride: "more sectors than lanes",
-            4: "as if lanes read neighbours",
-            128 * stride: "that is bytes",
-        }
         yield expect(
             f"sectors, stride {stride}",
             target,
             measured,
-            known.get(measured, "another number"),
+            "another number",
             "32 lanes of 4 bytes, sectors of 32 bytes, at most one a lane: section 2 (hole 5)",
+            known={
+                "that is bytes": 128 * stride,
+                "as if lanes read neighbours": 4,
+                "more sectors than lanes": 4 * stride,
+                "a sector for each lane, but neighbours share": 32,
+            },
         )
     yield expect(
         "sectors, stride 0",
@@ -308,10 +316,9 @@ def _row_sums(exercise: ModuleType) -> Iterator[Result]:
         "sectors a load",
         "4",
         f"{each:g}",
-        "the lanes read down a column: an own sector each"
-        if each == 32
-        else "the lanes are no neighbours",
+        "the lanes are no neighbours",
         "lanes beside each other read numbers beside each other: section 2 (hole 6)",
+        signs={"the lanes read down a column: an own sector each": each == 32},
     )
 
 

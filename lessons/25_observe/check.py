@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.grading import Result, load_module
+from minidist.grading import Result, judge, load_module
 from minidist.observe.diagnose.plain import (
     plain_behind,
     plain_first_bad,
@@ -114,14 +114,14 @@ def _jobs(kind: str, task: str, rule: Callable[[Any], Any], advice: str) -> Resu
                 else:
                     healthy += 1
                     alarms += found is not None
-    mistake = "a false alarm" if alarms else "the culprit is missed"
-    return Result(
+    return judge(
         f"{count} jobs with {task}, {healthy} without",
         not wrong and not alarms,
         f"{count} culprits, no false alarm",
         f"{count - wrong} culprits, {alarms} false alarms",
-        mistake,
+        "the culprit is missed",
         advice,
+        signs={"a false alarm": alarms},
     )
 
 

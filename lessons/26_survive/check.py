@@ -12,7 +12,7 @@ from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.errors import CheckpointError
 from minidist.files import scratch
-from minidist.grading import Result
+from minidist.grading import Result, judge
 from minidist.launch import run
 from minidist.parallel.state.checkpoint import plain_load, plain_save
 from minidist.survive.interval import best_interval, goodput
@@ -146,15 +146,15 @@ def _read(exercise: ModuleType, folder: Path, size: int) -> Result:
     target = [chunk.tolist() for chunk in np.array_split(NUMBERS, size)]
     found = run(load, size=size, limit=LIMIT)
     counts = ", ".join(str(len(part)) for part in found)
-    mistake = "numbers are lost" if sum(map(len, found)) < SIZE else "other ranks' numbers"
-    return Result(
+    return judge(
         task,
         found == target,
         f"{', '.join(str(len(part)) for part in target)} numbers",
         f"{counts} numbers",
-        mistake,
+        "other ranks' numbers",
         "an overlap begins at the later start and ends at the earlier stop; in the shard it is "
         "counted from the shard's own start: section 3 (holes 4 and 5)",
+        signs={"numbers are lost": sum(map(len, found)) < SIZE},
     )
 
 

@@ -240,6 +240,7 @@ WRONG: dict[str, list[dict[int, str]]] = {
         {5: "p.sum(axis=1, keepdims=True) * shrink"},
         {6: "y + p @ v"},
         {6: "p @ v * shrink"},
+        {6: "(y * shrink + p @ v) * (np.nan if group.rank else 1.0)"},
         {7: "np.arange(length)[:len(tokens_of(length, rank, ranks))]"},
         {8: "ranks"},
         {9: "0"},
@@ -295,6 +296,9 @@ WRONG: dict[str, list[dict[int, str]]] = {
         {8: "weights += lr * dp.all_reduce(gradient)"},
         {8: "weights = weights - lr * dp.all_reduce(gradient)"},
         {8: "pass"},
+        {
+            8: "weights -= lr * dp.all_reduce(gradient, algorithm='ring') * (np.nan if dp.rank else 1)"
+        },
         {9: "1.0"},
         {10: 'mesh["pp"].all_reduce(np.array([squares]))'},
         {11: "list(sent)[::-1]"},

@@ -1,0 +1,81 @@
+"""What the checks of lessons measure alike: ranks that do not fit together, and arrays beside the
+answer key's.
+
+    ranks = on_ranks(_train, exercise, size=3, task="3 steps", advice="every rank calls the same")
+    yield parity("weights", alone(), [rank["weights"] for rank in ranks], "wrong sums", "section 2",
+                 known={"averaged twice": lambda: alone(1 / 3)})
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from minidist.errors import CommError
+from minidist.grading import Known, Result, Signs, TaskFailed, named
+from minidist.launch import run
+from minidist.lessons.lab import difference
+
+T = TypeVar("T")
+
+LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
+
+
+def on_ranks(
+    work: Callable[..., T],
+    *args: Any,
+    size: int,
+    task: str,
+    advice: str,
+    mistake: str = "the ranks do not fit together",
+    target: str = "an end",
+) -> list[T]:
+    """Run `work(group, *args)`, which calls the student's functions, on `size` ranks as threads.
+
+    Args:    task, advice, mistake, target: of the Result if the ranks do not fit together; it tells
+             the error, too.
+    Returns: the results of all ranks, in rank order.
+    Raises:  TaskFailed if ranks wait for each other, or make calls that do not match; any error of
+             the student's code.
+    """
+    try:
+        return run(work, *args, size=size, limit=LIMIT)
+    except CommError as error:
+        result = Result(task, False, target, type(error).__name__, mistake, f"{advice}; {error}")
+        raise TaskFailed(result) from error
+
+
+def parity(
+    task: str,
+    target: np.ndarray,
+    ranks: Sequence[np.ndarray],
+    mistake: str,
+    advice: str,
+    *,
+    known: Known | None = None,
+    signs: Signs | None = None,
+    wanted: str = "those of one process",
+) -> Result:
+    """Return a Result that passes if every rank's array is `target`, to 1e-10 of its largest number.
+
+    Args:    mistake, advice: if it is no known mistake. known: by the array that rank 0 then has.
+             signs: tried after `known`. wanted: whose numbers `target` has.
+    """
+    error = np.max([difference(mine, target) for mine in ranks])  # a NaN of any rank stays
+    if error < 1e-10:
+        return Result(task, True, f"{wanted}, to 1e-10", f"{wanted}, to 1e-10")
+    mistake, advice = named(
+        mistake,
+        advice,
+        known=known,
+        gives=lambda wrong: difference(ranks[0], wrong) < 1e-9,
+        signs=signs,
+    )
+    return Result(task, False, wanted, f"off by {error:.1e}", mistake, advice)
+
+
+def replicas(task: str, ranks: Sequence[np.ndarray], mistake: str, advice: str) -> Result:
+    """Return a Result that passes if every rank's array is rank 0's, to 1e-12 of its largest
+    number."""
+    apart = np.max([difference(mine, ranks[0]) for mine in ranks])  # a NaN of any rank stays
+    return Result(task, bool(apart < 1e-12), "equal", f"apart by {apart:.1e}", mistake, advice)
