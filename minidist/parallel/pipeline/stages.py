@@ -323,7 +323,8 @@ class StageModel(ModelAxis, PassLoop):
     def check_shared(self, *, when: str) -> None:
         """Compare a tied token table at both ends. Raises: MismatchError."""
         if self.ends is not None:
-            check_equal_replicas(filter(None, [self.stages.table]), self.ends, when=when)
+            assert self.stages.table is not None, "both ends have it"
+            check_equal_replicas([self.stages.table], self.ends, when=when)
 
     def go_back(
         self, stage: int, y: Tensor, dy: Array | None, *, whole: bool = True
