@@ -125,7 +125,8 @@ SHORTER = {
     "--zero 0,1,2,3 -n 2,4": "--zero 0,3 -n 2",
     "--layers 32": "--layers 4",
     "--device-memory 16MiB": "--device-memory 3MiB",
-    "--layers 4 --width 128 --batch 8 --run 3": "--layers 1 --width 32 --batch 4 --run 1",
+    "--layers 4 --width 128 --heads 4 --batch 8 --run 3": "--layers 1 --width 32 --heads 4 "
+    "--sequence 32 --vocab 256 --batch 4 --run 1",
     "h100:16x8 --model llama3-70b --batch 256": "h100:1x4 --model gpt2 --batch 8",
     "h100:128x8 --model llama3-70b --batch 1024": "h100:4x8 --model gpt2 --batch 128",
     "--plan dp=16,pp=8,tp=8": "--plan dp=2,pp=4,tp=4",
