@@ -119,6 +119,7 @@ ADDED = {
 
 SHORTER = {
     "--steps 20": "--steps 3",
+    "--local-steps 25 --outer nesterov": "--local-steps 5 --steps 10 --outer nesterov",
     "--save-every 100": "--save-every 2",
     "--minutes 0.5 --every 5": "--minutes 0.1 --every 2",
     "--sizes 1KiB:64MiB -n 2,4": "--sizes 1KiB:2KiB -n 2",
