@@ -229,9 +229,20 @@ def problems(found: list[Command | File], folder: Path) -> list[str]:
     return wrong
 
 
+QUICK = {
+    "README.md",
+    "docs/concepts/ledger-and-memory.md",
+    "docs/concepts/never-hangs.md",
+    "docs/howto/hosts.md",
+}
+"""Documents that the default run follows; the others take minutes."""
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("name", WITH_PARTS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in WITH_PARTS],
+)
 def test_who_follows_a_document_sees_what_it_shows(name: str, tmp_path: Path) -> None:
     """pip install lines are run by .ci/run."""
     text = USERS_BY_NAME[name].read_text(encoding="utf-8")

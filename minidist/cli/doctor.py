@@ -350,7 +350,7 @@ def _several_hosts() -> Iterator[Finding]:
     yield Finding(
         "hosts on this machine",
         OK if why is None else OPTIONAL,
-        "as namespaces: lesson 04, tests/clusters/up.sh" if why is None else why,
+        "as namespaces: lesson 04; in the repository tests/clusters/up.sh" if why is None else why,
     )
 
 

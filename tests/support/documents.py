@@ -119,15 +119,18 @@ ADDED = {
 
 SHORTER = {
     "--steps 20": "--steps 3",
+    "--local-steps 25 --outer nesterov": "--local-steps 5 --steps 10 --outer nesterov",
     "--save-every 100": "--save-every 2",
     "--minutes 0.5 --every 5": "--minutes 0.1 --every 2",
     "--sizes 1KiB:64MiB -n 2,4": "--sizes 1KiB:2KiB -n 2",
     "--zero 0,1,2,3 -n 2,4": "--zero 0,3 -n 2",
     "--layers 32": "--layers 4",
     "--device-memory 16MiB": "--device-memory 3MiB",
-    "--layers 4 --width 128 --batch 8 --run 3": "--layers 1 --width 32 --batch 4 --run 1",
-    "h100:16x8 --model llama3-70b": "h100:1x8 --model llama3-8b",
-    "--plan dp=16,pp=8,tp=8": "--plan dp=32,pp=4,tp=8",
+    "--layers 4 --width 128 --heads 4 --batch 8 --run 3": "--layers 1 --width 32 --heads 4 "
+    "--sequence 32 --vocab 256 --batch 4 --run 1",
+    "h100:16x8 --model llama3-70b --batch 256": "h100:1x4 --model gpt2 --batch 8",
+    "h100:128x8 --model llama3-70b --batch 1024": "h100:4x8 --model gpt2 --batch 128",
+    "--plan dp=16,pp=8,tp=8": "--plan dp=2,pp=4,tp=4",
 }
 """{words of a command: what stands for them in its test}."""
 
