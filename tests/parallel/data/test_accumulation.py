@@ -1,12 +1,14 @@
 """Accumulation: the weights of one pass, the activations of one microbatch, and each stage's
 traffic."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import Bug, check_caught
 from training import difference, global_batch, tiny, train
 
 import minidist as md
@@ -17,6 +19,7 @@ from minidist.optim import SGD
 from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.step import strategy
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Part, micro_parts
 from minidist.parallel.zero.zero3 import Zero3
@@ -136,37 +139,36 @@ def every_stage(world: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
     return [_train(world, {**options, "zero": zero}) for zero in range(4)]
 
 
+BUGS = [
+    Bug(
+        "mean of means",
+        DDP,
+        "forward",
+        lambda right, self, part, divisor: right(self, part, divisor=max(part.targets.size, 1) * 4),
+    ),
+    Bug(
+        "divides by the passes too",
+        DDP,
+        "forward",
+        lambda right, self, part, divisor: right(self, part, divisor=divisor * 2),
+    ),
+    Bug(
+        "forgets a pass",
+        DDP,
+        "backward",
+        lambda right, self, share, last: right(self, share, last=last) if last else None,
+    ),
+    Bug("takes all rows", strategy, "micro_parts", lambda right, part, count: [part] * count),
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "bug", ["mean of means", "divides by the passes too", "forgets a pass", "takes all rows"]
-)
-def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGD without clipping: Adam and clipping forgive a wrong scale."""
-    options: dict[str, Any] = {"accumulate": 2, "optimizer": "sgd", "clip": None}
-    forward = DDP.forward
-    backward = DDP.backward
-    if bug == "mean of means":
-        monkeypatch.setattr(
-            DDP,
-            "forward",
-            lambda self, part, divisor: forward(self, part, divisor=max(part.targets.size, 1) * 4),
-        )
-    elif bug == "divides by the passes too":
-        monkeypatch.setattr(
-            DDP, "forward", lambda self, part, divisor: forward(self, part, divisor=divisor * 2)
-        )
-    elif bug == "forgets a pass":
-        monkeypatch.setattr(
-            DDP,
-            "backward",
-            lambda self, share, last: backward(self, share, last=last) if last else None,
-        )
-    else:
-        monkeypatch.setattr(
-            "minidist.parallel.step.strategy.micro_parts", lambda part, count: [part] * count
-        )
-    with pytest.raises(AssertionError):
-        check_equal(2, **options)
+    check_caught(
+        bug, partial(check_equal, 2, accumulate=2, optimizer="sgd", clip=None), monkeypatch
+    )
 
 
 def test_a_mean_of_means_is_another_number() -> None:
