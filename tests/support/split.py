@@ -207,13 +207,18 @@ def check_same_bits(kind: Any, transport: str) -> None:
     assert same_bits(there, here)
 
 
+def check_parity(
+    kind: Any, size: int, changes: dict[str, Any], *, transport: str = "threads", **options: Any
+) -> None:
+    """Ranks of `kind` equal one process and each other."""
+    ranks = run(kind, size, changes, transport=transport, **options)
+    check_equal(ranks, run(kind, 1, changes, **options)[0])
+
+
 def check_twenty_steps(kind: Any, size: int, transport: str, *, context: int) -> None:
     """Equal to one process, with and without key heads that ranks share."""
     for changes in ({"context": context}, GROUPED):
-        check_equal(
-            run(kind, size, changes, steps=20, transport=transport),
-            run(kind, 1, changes, steps=20)[0],
-        )
+        check_parity(kind, size, changes, steps=20, transport=transport)
 
 
 def check_job(
