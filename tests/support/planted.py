@@ -17,7 +17,7 @@ class Bug:
 
     Args:    name: the id of its case.
              owner: the class or module whose attribute is replaced.
-             attribute: the name of a function, of a method or of a property.
+             attribute: the name of a function, a method, a static method or a property.
              wrong: what is called instead.
              options: options of the check that must fail.
              raises: the errors that count as caught.
@@ -42,9 +42,11 @@ class Bug:
 
 
 def _replacement(right: Any, wrong: Wrong) -> Any:
-    """Return a function, or a property, that calls `wrong` with `right` before its arguments."""
+    """Return what `right` is, a function, a property or a static method, that calls `wrong`."""
     if isinstance(right, property):
         return property(_replacement(right.fget, wrong))
+    if isinstance(right, staticmethod):
+        return staticmethod(_replacement(right.__func__, wrong))
 
     def planted(*args: Any, **options: Any) -> Any:
         return wrong(right, *args, **options)

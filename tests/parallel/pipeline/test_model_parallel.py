@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import differ, train_stages
+from planted import Bug, check_caught
 from training import global_batch, tiny
 
 import minidist as md
@@ -117,33 +118,37 @@ def test_equals_one_process_after_twenty_steps(transport: str) -> None:
     assert differ(many, one) < BOUND
 
 
+def gradient_not_handed_back(right: Any, self: Any, work: Any, number: int) -> None:
+    """The stage before is given zeros."""
+    x, _ = work.kept[self.group.rank, number]
+    if x is not None:
+        x.register_hook(lambda dx: dx * 0.0)
+    right(self, work, number)
+
+
+BUGS = [
+    Bug("gradient not handed back", ModelParallel, "backward", gradient_not_handed_back),
+    Bug("table not summed", ModelParallel, "sum_ends", lambda right, self: None),
+    Bug(
+        "dropout of the first rows",
+        ModelParallel,
+        "run",
+        lambda right, self, part, **options: right(
+            self, replace(part, first=part.first + 1), **options
+        ),
+    ),
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "bug", ["gradient not handed back", "table not summed", "dropout of the first rows"]
-)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_planted_bugs_break_parity(
-    serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch
+    serial: dict[str, Any], bug: Bug, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if bug == "gradient not handed back":
-        backward = ModelParallel.backward
+    def check() -> None:
+        assert differ(md.run(train_stages, "model parallel", CHANGES, size=2)[0], serial) < BOUND
 
-        def stale(self: ModelParallel, work: Any, number: int) -> None:
-            x, _ = work.kept[self.group.rank, number]
-            if x is not None:
-                x.register_hook(lambda dx: dx * 0.0)
-            backward(self, work, number)
-
-        monkeypatch.setattr(ModelParallel, "backward", stale)
-    elif bug == "table not summed":
-        monkeypatch.setattr(ModelParallel, "sum_ends", lambda self: None)
-    else:
-        run = ModelParallel.run
-        monkeypatch.setattr(
-            ModelParallel,
-            "run",
-            lambda self, part, **told: run(self, replace(part, first=part.first + 1), **told),
-        )
-    assert not differ(md.run(train_stages, "model parallel", CHANGES, size=2)[0], serial) < 1e-6
+    check_caught(bug, check, monkeypatch)
 
 
 @pytest.mark.sampled

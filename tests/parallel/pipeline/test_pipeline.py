@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import differ, train_stages
+from planted import Bug, check_caught
 from training import difference, global_batch, tiny
 
 import minidist as md
@@ -221,57 +222,50 @@ def test_uneven_splits(serial: dict[str, Any], layers: list[int]) -> None:
 # -------------------------------------------------------------------- the parity test sees the bugs
 
 
-@pytest.mark.sampled(every=6)
-@pytest.mark.parametrize(
-    "bug",
-    [
-        "table not summed",
+def first_row_forgotten(right: Any, part: Part, count: int) -> list[Part]:
+    """Each microbatch draws the dropout of the batch's first rows."""
+    return [Part(micro.inputs, micro.targets, 0) for micro in right(part, count)]
+
+
+BUGS = [
+    Bug("table not summed", Pipeline, "sum_ends", lambda right, self: None),
+    Bug(
         "table counted twice",
-        "own norm",
-        "first row forgotten",
+        Pipeline,
+        "_squares",
+        lambda right, self: stages_module.sum_in_order(
+            self.group, stages_module.sum_of_squares(p.grad for p in self.weights)
+        ),
+    ),
+    Bug("own norm", stages_module, "sum_in_order", lambda right, group, value: value),
+    Bug("first row forgotten", pipeline_module, "micro_parts", first_row_forgotten),
+    Bug(
         "microbatch divisor",
+        stages_module.Stages,
+        "forward",
+        lambda right, self, stage, x, *, targets, divisor, key: right(
+            self, stage, x, targets=targets, divisor=4 * targets.size, key=key
+        ),
+    ),
+    Bug(
         "weights' half forgotten",
-    ],
-)
+        stages_module.StagePass,
+        "backward_weights",
+        lambda right, self, stage, microbatch: None,
+        {"name": "zb-h1"},
+    ),
+]
+
+
+@pytest.mark.sampled(every=6)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_planted_bugs_break_parity(
-    serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch
+    serial: dict[str, Any], bug: Bug, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "zb-h1" if bug.startswith("weights") else "1f1b"
-    if bug == "table not summed":
-        monkeypatch.setattr(Pipeline, "sum_ends", lambda self: None)
-    elif bug == "table counted twice":
-        monkeypatch.setattr(
-            Pipeline,
-            "_squares",
-            lambda self: stages_module.sum_in_order(
-                self.group, stages_module.sum_of_squares(p.grad for p in self.weights)
-            ),
-        )
-    elif bug == "own norm":
-        monkeypatch.setattr(stages_module, "sum_in_order", lambda group, value: value)
-    elif bug == "first row forgotten":
-        micro = pipeline_module.micro_parts
-        monkeypatch.setattr(
-            pipeline_module,
-            "micro_parts",
-            lambda part, count: [
-                type(part)(part.inputs, part.targets, 0) for part in micro(part, count)
-            ],
-        )
-    elif bug == "microbatch divisor":
-        forward = stages_module.Stages.forward
-        monkeypatch.setattr(
-            stages_module.Stages,
-            "forward",
-            lambda self, stage, x, *, targets, divisor, key: forward(
-                self, stage, x, targets=targets, divisor=4 * targets.size, key=key
-            ),
-        )
-    else:
-        monkeypatch.setattr(
-            stages_module.StagePass, "backward_weights", lambda self, stage, microbatch: None
-        )
-    assert not differ(md.run(train_stages, name, CHANGES, size=3)[0], serial) < 1e-6
+    def check(name: str = "1f1b") -> None:
+        assert differ(md.run(train_stages, name, CHANGES, size=3)[0], serial) < BOUND
+
+    check_caught(bug, check, monkeypatch)
 
 
 def in_half_precision(world: Any, name: str, dtype: str, scale: float) -> dict[str, Any]:
