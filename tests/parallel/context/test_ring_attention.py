@@ -19,8 +19,6 @@ from split import (
     any_job,
     check_job,
     check_parity,
-    check_same_bits,
-    check_twenty_steps,
     context,
     run,
     sequence,
@@ -398,18 +396,6 @@ def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) ->
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
     check_job(context, elements_sent, size, changes, options, steps=3)
-
-
-@pytest.mark.soak
-def test_same_bits_over_tcp() -> None:
-    check_same_bits(context, "tcp")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_twenty_steps(context, size, transport, context=17)
 
 
 @pytest.mark.sampled

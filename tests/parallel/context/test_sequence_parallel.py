@@ -15,8 +15,6 @@ from split import (
     blocks_again,
     check_equal,
     check_parity,
-    check_same_bits,
-    check_twenty_steps,
     run,
     sent_along_the_axis,
     sequence,
@@ -60,12 +58,6 @@ def test_more_ranks_than_tokens() -> None:
     check_job(5, {"context": 3}, {"sequences": 2, "checkpoint": "all"}, steps=2)
 
 
-@pytest.mark.soak
-def test_same_bits_in_processes() -> None:
-    """Over sockets; over mpirun in the long run."""
-    check_same_bits(sequence, "tcp")
-
-
 @settings(max_examples=2)
 @any_job(context=st.integers(1, 7))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
@@ -78,13 +70,6 @@ def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) ->
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
     check_job(size, changes, options, steps=3)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_twenty_steps(sequence, size, transport, context=16)
 
 
 def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:

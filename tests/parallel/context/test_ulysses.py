@@ -13,7 +13,6 @@ from split import (
     any_job,
     check_job,
     check_parity,
-    check_twenty_steps,
     run,
     swapped,
 )
@@ -63,13 +62,6 @@ def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) ->
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
     check_job(swapped, elements_sent, size, changes, options, steps=3)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_twenty_steps(swapped, size, transport, context=17)
 
 
 def test_a_rank_sends_its_share() -> None:

@@ -27,48 +27,22 @@ from minidist.parallel.zero.zero3 import Zero3
 BOUND = 1e-10
 
 
-def run(size: int, transport: str = "threads", **options: Any) -> list[dict[str, Any]]:
-    """`train` on some ranks."""
-    return md.run(_train, options, size=size, transport=transport)
+def run(size: int, *, config: dict[str, Any] | None = None, **options: Any) -> list[dict[str, Any]]:
+    """`train` on `size` threads."""
+    return md.run(lambda world: train(world, config=tiny(**(config or {})), **options), size=size)
 
 
-def _train(world: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """With arguments that can travel to ranks of a new mpirun."""
-    return train(world, **{**options, "config": tiny(**options.get("config", {}))})
-
-
-def check_equal(size: int, transport: str = "threads", **options: Any) -> list[dict[str, Any]]:
+def check_equal(size: int, **options: Any) -> None:
     """Ranks that take passes equal one process that takes none, and each other to the bit."""
     serial = run(1, **{**options, "zero": 0, "accumulate": 1})[0]
-    ranks = run(size, transport, **options)
-    check_ranks(ranks, serial)
-    return ranks
-
-
-def check_ranks(ranks: list[dict[str, Any]], serial: dict[str, Any]) -> None:
-    """Each other to the bit, and one process within BOUND."""
+    ranks = run(size, **options)
     assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
     np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-10)
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
 # --------------------------------------------------------------------------- parallel equals serial
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("zero", "size", "accumulate"), [(0, 1, 3), (0, 3, 2), (1, 2, 4), (2, 3, 2), (3, 2, 3)]
-)
-def test_equals_one_process(zero: int, size: int, accumulate: int) -> None:
-    """Uneven passes; dropout is the same whatever the passes; with 3 ranks × 2 passes of 5 rows
-    some have none."""
-    check_equal(size, zero=zero, accumulate=accumulate, config={"dropout": 0.2})
-
-
-@pytest.mark.soak
-def test_same_bits_over_tcp() -> None:
-    over_threads = run(3, accumulate=2)[0]
-    assert check_equal(3, "tcp", accumulate=2)[0]["digest"] == over_threads["digest"]
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 any_job = given(
@@ -116,27 +90,6 @@ def test_very_many_jobs(
         optimizer="sgd",
         config={"tied": tied, "layers": 1},
     )
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_every_stage_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    """The four stages in one job."""
-    options = {
-        "accumulate": 3,
-        "steps": 20,
-        "sequences": 11,
-        "config": {"context": 16, "width": 16, "layers": 3},
-    }
-    serial = run(1, **{**options, "accumulate": 1})[0]
-    for stage in zip(*md.run(every_stage, options, size=size, transport=transport), strict=True):
-        check_ranks(list(stage), serial)
-
-
-def every_stage(world: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a rank holds after each ZeRO stage."""
-    return [_train(world, {**options, "zero": zero}) for zero in range(4)]
 
 
 BUGS = [

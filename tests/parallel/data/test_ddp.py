@@ -18,7 +18,6 @@ from training import (
     global_batch,
     tiny,
     train,
-    train_tiny,
 )
 
 import minidist as md
@@ -41,45 +40,8 @@ def run(size: int, **options: Any) -> list[dict[str, Any]]:
     return md.run(lambda world: train(world, **options), size=size)
 
 
-@pytest.fixture(scope="module")
-def serial() -> dict[str, Any]:
-    """One process, three steps of five sequences."""
-    return run(1)[0]
-
-
 # --------------------------------------------------------------------------- parallel equals serial
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
-    ranks = run(size)
-    assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
-    np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-12)
-    assert len({rank["digest"] for rank in ranks}) == 1  # the same bits on all ranks
-    assert len({tuple(rank["losses"]) for rank in ranks}) == 1
-    assert run(size)[0]["digest"] == ranks[0]["digest"]  # and on a second run
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("transport", ["shm", "tcp", "threads-unbuffered"])
-def test_same_bits_on_every_transport(serial: dict[str, Any], transport: str) -> None:
-    over_threads = run(3)[0]
-    over_processes = md.run(train_tiny, {}, {}, size=3, transport=transport)[0]
-    assert difference(over_processes["weights"], serial["weights"]) < BOUND
-    assert over_processes["digest"] == over_threads["digest"]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    changes = {"context": 16, "width": 16, "layers": 3}
-    options = {"steps": 20, "sequences": 9}
-    serial, again = (md.run(train_tiny, changes, options, size=count)[0] for count in (1, size))
-    ranks = md.run(train_tiny, changes, options, size=size, transport=transport)
-    assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
-    assert {rank["digest"] for rank in ranks} == {again["digest"]}
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 any_job = given(
@@ -127,7 +89,7 @@ def check_equal(size: int, **options: Any) -> None:
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
-def test_float32_stays_close(serial: dict[str, Any]) -> None:
+def test_float32_stays_close() -> None:
     options: dict[str, Any] = {"config": tiny(dtype="float32")}
     ranks = run(3, **options)
     alone = run(1, **options)[0]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import split
-from experts import MOE, check_equal, digest, in_processes, train
+from experts import MOE, check_equal, digest, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import Bug, check_caught
@@ -92,13 +92,6 @@ def test_equals_one_process(serial: dict[str, dict[str, Any]], kind: str, size: 
         kind != "capacity"
         or serial[kind]["loads"][:, :, 1].sum() < serial[kind]["loads"][:, :, 0].sum()
     )
-
-
-@pytest.mark.soak
-def test_same_bits_over_tcp() -> None:
-    over_threads = run(3, {}, {}, steps=2)[0]
-    over_processes = md.run(in_processes, {}, {}, {"steps": 2}, size=3, transport="tcp")[0]
-    assert digest(over_processes) == digest(over_threads)
 
 
 @pytest.mark.sampled
@@ -228,17 +221,6 @@ def test_very_many_jobs(
 ) -> None:
     """The same, more often."""
     check_job(size, moe, changes, options, steps=3)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    for moe in KINDS.values():
-        ranks = md.run(
-            in_processes, moe, {"context": 16}, {"steps": 20}, size=size, transport=transport
-        )
-        check_equal(ranks, run(1, moe, {"context": 16}, steps=20)[0])
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plans import BOUND, MOST, check, sent_by_axis, train
+from plans import MOST, check, sent_by_axis, train
 from planted import Bug, check_caught
-from training import difference, global_batch, tiny
+from training import global_batch, tiny
 
 import minidist as md
 from minidist.errors import MismatchError
@@ -21,37 +21,7 @@ from minidist.parallel.pipeline.stages import StageModel
 from minidist.parallel.tensor.tensor_parallel import TensorParallel
 
 # --------------------------------------------------------------------------- parallel equals serial
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"dp": 2, "tp": 2, "zero": 3},
-        {"dp": 3, "tp": 2, "zero": 2, "accumulate": 2},
-        {"pp": 3, "tp": 2},
-        {
-            "dp": 2,
-            "pp": 2,
-            "tp": 2,
-            "zero": 1,
-            "schedule": "zb-h1",
-            "microbatches": 3,
-            "checkpoint_blocks": "0,2",
-        },
-        {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb-h1"},
-        {"dp": 4, "pp": 2, "zero": 2, "shard": 2, "schedule": "interleaved", "accumulate": 2},
-        {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-v", "microbatches": 3},
-        {"dp": 2, "pp": 2, "zero": 3, "schedule": "dualpipe-v", "microbatches": 5},
-        {"pp": 2, "schedule": "interleaved", "stages_per_rank": 1},
-        {"dp": 2, "cp": 2, "zero": 2, "checkpoint_blocks": "all"},
-        {"pp": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "zero": 1},
-        {"cp": 2, "tp": 2, "attention": "all-to-all", "checkpoint_blocks": "scores"},
-    ],
-    ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()),
-)
-def test_equals_one_process(plan: dict[str, Any]) -> None:
-    check(MOST, plan)
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 @pytest.mark.soak  # tests/parallel/context/test_ulysses.py has shared key heads
@@ -76,40 +46,6 @@ def test_key_heads_that_several_ranks_hold(plan: dict[str, Any]) -> None:
     """One key head of three queries: two lie on one rank and one on the other."""
     ranks = check({**MOST, "heads": 3, "width": 12, "kv_heads": 1}, plan)
     assert sent_by_axis(ranks) == ranks[0]["formula"]["axes"]
-
-
-@pytest.mark.soak
-def test_uneven_shards_have_equal_bits() -> None:
-    """Three data ranks, whose sums depend on their order; heads that do not divide; check_replicas
-    looks."""
-    for zero in (0, 1):
-        check({**MOST, "heads": 3, "width": 12, "vocabulary": 13}, {"dp": 3, "tp": 2, "zero": zero})
-    check(MOST, {"dp": 3, "pp": 2, "zero": 1})
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["mpi", "tcp"])
-def test_processes(transport: str) -> None:
-    """In the default run tests/parallel/test_over_mpi.py has these plans, with the bits of
-    threads."""
-    plan = (
-        {"pp": 2, "tp": 2, "microbatches": 2}
-        if transport == "tcp"
-        else {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 2}
-    )
-    (serial,) = md.run(train, MOST, {}, size=1)
-    ranks = md.run(train, MOST, {"plan": plan}, size=4, transport=transport)
-    assert difference(ranks[3]["weights"], serial["weights"]) < BOUND
-    assert len({(rank["digest"], *rank["losses"]) for rank in ranks}) == 1
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm", "mpi"])
-def test_eight_ranks_everywhere(transport: str) -> None:
-    plan = {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "microbatches": 4}
-    (serial,) = md.run(train, MOST, {"steps": 20}, size=1)
-    ranks = md.run(train, MOST, {"plan": plan, "steps": 20}, size=8, transport=transport)
-    assert difference(ranks[7]["weights"], serial["weights"]) < BOUND
 
 
 @pytest.mark.sampled(every=2)

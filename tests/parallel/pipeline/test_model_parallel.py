@@ -37,25 +37,6 @@ def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     assert size == 1 or sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + 1
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    "transport",
-    [
-        "threads-unbuffered",
-        "tcp",
-        pytest.param("shm", marks=pytest.mark.soak),
-        pytest.param("mpi", marks=pytest.mark.soak),
-    ],
-)
-def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport: str) -> None:
-    assert (
-        differ(
-            md.run(train_stages, "model parallel", CHANGES, size=3, transport=transport)[0], serial
-        )
-        < BOUND
-    )
-
-
 any_job = given(
     size=st.integers(1, 6),
     sequences=st.integers(1, 7),
@@ -99,21 +80,6 @@ def check_job(
             size=count,
         )[0]
         for name, count in (("single", 1), ("model parallel", size))
-    )
-    assert differ(many, one) < BOUND
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "tcp", "shm"])
-def test_equals_one_process_after_twenty_steps(transport: str) -> None:
-    one, many = (
-        md.run(
-            lambda world, name: train_stages(world, name, CHANGES, steps=20),
-            name,
-            size=count,
-            transport=transport,
-        )[0]
-        for name, count in (("single", 1), ("model parallel", 4))
     )
     assert differ(many, one) < BOUND
 

@@ -58,6 +58,7 @@ def serial() -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------- parallel equals serial
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
@@ -101,13 +102,6 @@ def test_equals_one_process(serial: dict[str, Any], name: str, size: int) -> Non
     assert len({tuple(rank["losses"]) for rank in ranks}) == 1
     twice = size > 1 and name not in V_SHAPED  # the table is at both ends
     assert sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + twice
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("transport", ["tcp", "threads-unbuffered", "shm"])
-def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport: str) -> None:
-    ranks = md.run(train_stages, "interleaved", CHANGES, size=2, transport=transport)
-    assert differ(ranks[1], serial) < BOUND
 
 
 any_job = given(
@@ -182,29 +176,6 @@ def check_job(
         size=size,
     ):
         assert differ(rank, alone) < BOUND
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_equals_one_process_after_twenty_steps(name: str, transport: str) -> None:
-    changes = {**CHANGES, "width": 16, "layers": 8}
-    options = {"steps": 20, "sequences": 9}
-    alone = md.run(lambda world: train_stages(world, "single", changes, **options), size=1)[0]
-    for size in (2, 3, 4, 5):
-        if transport == "mpi":
-            ranks = md.run(
-                train_stages, name, {**changes, "layers": 8}, size=size, transport=transport
-            )
-            short = md.run(lambda world: train_stages(world, "single", changes), size=1)[0]
-            assert differ(ranks[0], short) < BOUND
-        else:
-            ranks = md.run(
-                lambda world: train_stages(world, name, changes, **options),
-                size=size,
-                transport=transport,
-            )
-            assert differ(ranks[0], alone) < BOUND
 
 
 @pytest.mark.sampled

@@ -16,8 +16,6 @@ from split import (
     blocks_again,
     check_equal,
     check_parity,
-    check_same_bits,
-    check_twenty_steps,
     run,
     same_bits,
     tensor,
@@ -49,13 +47,7 @@ def serial() -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------- parallel equals serial
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
-    """Heads (8), hidden numbers (64) and vocabulary (13) that do not divide."""
-    check_equal(run(tensor, size, {}), serial)
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 def test_a_group_of_one_rank(serial: dict[str, Any]) -> None:
@@ -63,11 +55,6 @@ def test_a_group_of_one_rank(serial: dict[str, Any]) -> None:
     alone = run(tensor, 1, {}, axis=TensorParallel)[0]
     assert difference(alone["weights"], serial["weights"]) < BOUND
     assert not any(nbytes for verbs in alone["sent"].values() for nbytes in verbs.values())
-
-
-@pytest.mark.soak
-def test_same_bits_over_tcp() -> None:
-    check_same_bits(tensor, "tcp")
 
 
 @settings(max_examples=3)
@@ -82,13 +69,6 @@ def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) ->
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
     check_job(size, changes, options, steps=3)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_twenty_steps(tensor, size, transport, context=16)
 
 
 def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:

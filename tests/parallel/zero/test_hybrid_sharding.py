@@ -69,21 +69,6 @@ def test_equals_one_process_often(
     check(stage, size, choice, accumulate, options)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_equals_one_process_after_twenty_steps(stage: int, transport: str) -> None:
-    check_equal(
-        stage,
-        4,
-        {"context": 16, "width": 16, "layers": 3},
-        transport=transport,
-        steps=20,
-        sequences=9,
-        strategy_options={"shard": 2},
-    )
-
-
 BUGS = [
     Bug(
         "copies are forgotten",

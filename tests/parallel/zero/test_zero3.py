@@ -24,33 +24,7 @@ from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.zero3 import Zero3
 
 # --------------------------------------------------------------------------- parallel equals serial
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("size", [5, 1, 2])  # the default run takes the first
-def test_equals_one_process(size: int) -> None:
-    ranks = check_equal(3, size)
-    assert md.run(lambda world: train(world, 3), size=size)[0]["digest"] == ranks[0]["digest"]
-
-
-@pytest.mark.soak
-def test_same_bits_over_tcp() -> None:
-    over_threads = md.run(lambda world: train(world, 3), size=3)[0]
-    assert check_equal(3, 3, transport="tcp")[0]["digest"] == over_threads["digest"]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_equal(
-        3,
-        size,
-        {"context": 16, "width": 16, "layers": 3},
-        transport=transport,
-        steps=20,
-        sequences=9,
-    )
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 any_job = given(
