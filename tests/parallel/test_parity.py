@@ -4,9 +4,12 @@ A row of `tests/support/parity.py` says what a strategy trains. What more a chap
 same training (bytes, memory, who holds what), and its planted bugs, are in the chapter's tests.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import numpy as np
+import parity
 import pytest
 from parity import (
     CONTEXT_SEQUENCE,
@@ -20,6 +23,7 @@ from parity import (
     text_of,
 )
 from plans import SCHEDULES
+from planted import Bug, check_caught
 
 from minidist.parallel.hybrid.plan import Plan
 
@@ -120,3 +124,63 @@ LONG_CASES = [
 @pytest.mark.parametrize(("strategy", "size", "transport"), LONG_CASES)
 def test_equals_one_process_after_twenty_steps(strategy: str, size: int, transport: str) -> None:
     check_parity(strategy, size, transport, long=True)
+
+
+# ----------------------------------------------------------------------- the check sees differences
+
+
+def changed(change: Callable[[Any, dict[str, Any]], None]) -> Callable[..., Any]:
+    """Return a wrong training, whose ranks' results go through `change`; one process is right."""
+
+    def wrong(right: Any, world: Any, strategy: str, long: bool, alone: bool) -> Any:
+        found = right(world, strategy, long, alone)
+        if not alone:
+            change(world, found[-1])
+        return found
+
+    return wrong
+
+
+def last_bit(world: Any, found: dict[str, Any]) -> None:
+    if world.rank == 1:
+        weight = found["weights"]["norm.weight"]
+        weight[0] = np.nextafter(weight[0], 2.0)
+
+
+def all_weights(world: Any, found: dict[str, Any]) -> None:
+    found["weights"]["norm.weight"] += 1e-9
+
+
+def one_nan(world: Any, found: dict[str, Any]) -> None:
+    found["weights"]["norm.weight"][0] = np.nan
+
+
+def last_loss(world: Any, found: dict[str, Any]) -> None:
+    found["losses"][-1] *= 1 + 1e-11
+
+
+def loss_of_one_rank(world: Any, found: dict[str, Any]) -> None:
+    if world.rank == 1:
+        found["losses"][0] = np.nextafter(found["losses"][0], 9.0)
+
+
+def one_load(world: Any, found: dict[str, Any]) -> None:
+    found["loads"][0, 0, 0] += 1
+
+
+BUGS = [
+    Bug(change.__name__.replace("_", " "), parity, "train", changed(change), {"strategy": strategy})
+    for change, strategy in (
+        (last_bit, "DDP"),
+        (all_weights, "DDP"),
+        (one_nan, "DDP"),
+        (last_loss, "DDP"),
+        (loss_of_one_rank, "DDP"),
+        (one_load, "experts"),
+    )
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_a_difference_is_seen(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_caught(bug, partial(check_parity, size=2, transport="threads"), monkeypatch)

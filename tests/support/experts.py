@@ -22,6 +22,12 @@ from minidist.parallel.step.single import Single
 from minidist.parallel.step.strategy import Strategy
 
 MOE: dict[str, Any] = {"experts": 5, "top_k": 2, "noise": 0.05}
+KINDS: dict[str, dict[str, Any]] = {
+    "loss": {},
+    "capacity": {"capacity": 0.8, "top_k": 1},
+    "bias": {"balance": "bias", "shared": 1, "capacity": 1.2},
+}
+"""What differs from MOE: balanced by the loss, with tokens dropped, balanced by biases."""
 
 
 def train(

@@ -13,7 +13,7 @@ import numpy as np
 import plans
 import split
 import zero
-from pipelines import train_stages
+from pipelines import STAGED, train_stages
 from training import difference, train_tiny
 
 import minidist as md
@@ -47,7 +47,7 @@ Jobs = tuple[Job, ...]
 def data(zero: int, changes: dict[str, Any], *, accumulate: int = 1, **options: Any) -> Job:
     """A Trainer's data axis; one process takes one pass."""
     plan = {"zero": zero, "accumulate": accumulate}
-    return Job(train_tiny, (changes, {**options, **plan}), (changes, options))
+    return Job(train_tiny, (changes, {**options, **plan}), alone=(changes, options))
 
 
 def zero_stage(
@@ -60,7 +60,7 @@ def zero_stage(
 ) -> Job:
     """A ZeRO stage's class. step, strategy: options of its step and of the class."""
     ranks = {**options, **(strategy or {}), "step_options": step}
-    return Job(zero.train_as_told, (stage, changes, ranks), (0, changes, options))
+    return Job(zero.train_as_told, (stage, changes, ranks), alone=(0, changes, options))
 
 
 def divided(train: Any, *changes: dict[str, Any], **options: Any) -> Jobs:
@@ -70,7 +70,7 @@ def divided(train: Any, *changes: dict[str, Any], **options: Any) -> Jobs:
 
 def staged(name: str, changes: dict[str, Any], **options: Any) -> Job:
     """A pipeline under a schedule, or model parallel."""
-    return Job(stages_as_told, (name, changes, options), ("single", changes, options))
+    return Job(stages_as_told, (name, changes, options), alone=("single", changes, options))
 
 
 def stages_as_told(
@@ -82,7 +82,7 @@ def stages_as_told(
 
 def planned(changes: dict[str, Any], plan: dict[str, Any], **options: Any) -> Job:
     """Any plan."""
-    return Job(plans.train, (changes, {**options, "plan": plan}), (changes, options))
+    return Job(plans.train, (changes, {**options, "plan": plan}), alone=(changes, options))
 
 
 def text_of(plan: dict[str, Any]) -> str:
@@ -94,22 +94,8 @@ def text_of(plan: dict[str, Any]) -> str:
 
 LONG_GPT = {"context": 16, "width": 16, "layers": 3}
 TWENTY = {"steps": 20, "sequences": 9}
-PIPELINE = {"layers": 6, "tied": True, "dropout": 0.2}  # what most can go wrong in
-MODEL_PARALLEL = {**PIPELINE, "layers": 5}
+MODEL_PARALLEL = {**STAGED, "layers": 5}
 UNEVEN = {**plans.MOST, "heads": 3, "width": 12, "vocabulary": 13}
-MIXTURE_BIAS: dict[str, Any] = {
-    "experts": 4,
-    "capacity": 1.2,
-    "shared": 1,
-    "balance": "bias",
-    "bias_rate": 0.1,
-}
-MIXTURES: tuple[dict[str, Any], ...] = (
-    {},
-    {"capacity": 0.8, "top_k": 1},
-    {"balance": "bias", "shared": 1, "capacity": 1.2},
-)
-"""Balanced by the loss, with tokens dropped, balanced by biases."""
 PLANS: list[dict[str, Any]] = [
     {"dp": 2, "tp": 2, "zero": 3},
     {"dp": 3, "tp": 2, "zero": 2, "accumulate": 2},
@@ -155,7 +141,7 @@ SHORT: dict[str, Jobs] = {
     "sequence, key heads shared": divided(split.sequence, split.GROUPED),
     "ring, key heads shared": divided(split.context, split.GROUPED),
     "experts": (Job(experts.in_processes, ({}, {}, {"steps": 2})),),
-    "interleaved": (staged("interleaved", PIPELINE),),
+    "interleaved": (staged("interleaved", STAGED),),
     "model parallel": (staged("model parallel", MODEL_PARALLEL),),
     **{
         text_of(plan): (planned(plans.MOST, plan),)
@@ -211,17 +197,18 @@ LONG: dict[str, Jobs] = {
     "ring": divided(split.context, {"context": 17}, split.GROUPED, steps=20),
     "all-to-all": divided(split.swapped, {"context": 17}, split.GROUPED, steps=20),
     "experts": tuple(
-        Job(experts.in_processes, (moe, {"context": 16}, {"steps": 20})) for moe in MIXTURES
+        Job(experts.in_processes, (moe, {"context": 16}, {"steps": 20}))
+        for moe in experts.KINDS.values()
     ),
     **{
-        name: (staged(name, {**PIPELINE, "width": 16, "layers": 8}, **TWENTY),)
+        name: (staged(name, {**STAGED, "width": 16, "layers": 8}, **TWENTY),)
         for name in plans.SCHEDULES
     },
     "model parallel": (staged("model parallel", MODEL_PARALLEL, steps=20),),
     text_of(EIGHT_RANKS): (planned(plans.MOST, EIGHT_RANKS, steps=20),),
     text_of(EIGHT_RANKS_OF_EXPERTS): (
         planned(
-            {**plans.MOST, "layers": 2, "mixture": MIXTURE_BIAS}, EIGHT_RANKS_OF_EXPERTS, steps=20
+            {**plans.MOST, "layers": 2, "mixture": plans.BIAS}, EIGHT_RANKS_OF_EXPERTS, steps=20
         ),
     ),
 }

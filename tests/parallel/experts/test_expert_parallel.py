@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import split
-from experts import MOE, check_equal, digest, train
+from experts import KINDS, MOE, check_equal, digest, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import Bug, check_caught
@@ -66,13 +66,6 @@ def check_traffic(
     )
     assert total("control", "all_reduce") == ITEM * steps * 2 * (size - 1) * 2 * experts * layers
     assert total("control", "all_gather") == ITEM * steps * (1 + clip) * size * (size - 1)
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "loss": {},
-    "capacity": {"capacity": 0.8, "top_k": 1},
-    "bias": {"balance": "bias", "shared": 1, "capacity": 1.2},
-}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plans import MOST, SCHEDULES, check, sent_by_axis, train
+from plans import BIAS, MOST, SCHEDULES, check, sent_by_axis, train
 from planted import Bug, check_caught
 from training import tiny
 
@@ -23,13 +23,6 @@ from minidist.parallel.pipeline.stages import Stages
 from minidist.parallel.tensor.tensor_layers import SplitMixture
 
 LOSS: dict[str, Any] = {"experts": 4, "capacity": 0.9, "noise": 0.1, "balance_weight": 0.1}
-BIAS: dict[str, Any] = {
-    "experts": 4,
-    "capacity": 1.2,
-    "shared": 1,
-    "balance": "bias",
-    "bias_rate": 0.1,
-}
 
 
 def model(mixture: dict[str, Any], **changes: Any) -> dict[str, Any]:

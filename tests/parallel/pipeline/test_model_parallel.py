@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import differ, train_stages
+from pipelines import STAGED, differ, train_stages
 from planted import Bug, check_caught
 from training import global_batch, tiny
 
@@ -19,7 +19,7 @@ from minidist.optim import SGD
 from minidist.parallel.pipeline.model_parallel import ModelParallel
 
 BOUND = 1e-10
-CHANGES = {"layers": 5, "tied": True, "dropout": 0.2}
+CHANGES = {**STAGED, "layers": 5}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import differ, train_stages
+from pipelines import STAGED, differ, train_stages
 from planted import Bug, check_caught
 from training import difference, global_batch, tiny
 
@@ -47,14 +47,13 @@ from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Part
 
 BOUND = 1e-10
-CHANGES = {"layers": 6, "tied": True, "dropout": 0.2}  # what most can go wrong in
 SCHEDULES = [name for name in ORDERS if name not in UPDATING]
 
 
 @pytest.fixture(scope="module")
 def serial() -> dict[str, Any]:
     """One process, three steps of five sequences."""
-    return md.run(train_stages, "single", CHANGES, size=1)[0]
+    return md.run(train_stages, "single", STAGED, size=1)[0]
 
 
 # --------------------------------------------------------------------------- parallel equals serial
@@ -97,7 +96,7 @@ def test_the_first_stage_may_be_frozen_between_two_steps(name: str) -> None:
 )
 def test_equals_one_process(serial: dict[str, Any], name: str, size: int) -> None:
     """Microbatches of two rows and of one; weights at both ends; layers that do not divide."""
-    ranks = md.run(train_stages, name, CHANGES, size=size)
+    ranks = md.run(train_stages, name, STAGED, size=size)
     assert differ(ranks[0], serial) < BOUND
     assert len({tuple(rank["losses"]) for rank in ranks}) == 1
     twice = size > 1 and name not in V_SHAPED  # the table is at both ends
@@ -181,7 +180,7 @@ def check_job(
 @pytest.mark.sampled
 @pytest.mark.parametrize("layers", [[0, 1, 5], [3, 3, 0], [1, 4, 1]])
 def test_uneven_splits(serial: dict[str, Any], layers: list[int]) -> None:
-    ranks = md.run(lambda world: train_stages(world, "1f1b", CHANGES, layers=layers), size=3)
+    ranks = md.run(lambda world: train_stages(world, "1f1b", STAGED, layers=layers), size=3)
     assert differ(ranks[0], serial) < BOUND
     held = [
         len({name.split(".")[1] for name in rank["own"] if name.startswith("blocks.")})
@@ -234,7 +233,7 @@ def test_planted_bugs_break_parity(
     serial: dict[str, Any], bug: Bug, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check(name: str = "1f1b") -> None:
-        assert differ(md.run(train_stages, name, CHANGES, size=3)[0], serial) < BOUND
+        assert differ(md.run(train_stages, name, STAGED, size=3)[0], serial) < BOUND
 
     check_caught(bug, check, monkeypatch)
 
