@@ -235,12 +235,18 @@ def one_process(strategy: str, long: bool) -> list[dict[str, Any]]:
     return md.run(train, strategy, long, True, size=1)[0]
 
 
+@cache
+def over_threads(strategy: str, size: int, long: bool) -> list[dict[str, Any]]:
+    """Return what rank 0 holds after each job, where ranks are threads."""
+    return md.run(train, strategy, long, False, size=size)[0]
+
+
 def check_parity(strategy: str, size: int, transport: str, *, long: bool = False) -> None:
-    """Ranks equal one process within BOUND, and to the bit each other and a second run, which is
+    """Ranks equal one process within BOUND, and to the bit each other and another run, which is
     over threads."""
     ranks = md.run(train, strategy, long, False, size=size, transport=transport)
-    again = md.run(train, strategy, long, False, size=size)
-    for alone, *of_ranks in zip(one_process(strategy, long), *ranks, *again[:1], strict=True):
+    another = over_threads(strategy, size, long)
+    for alone, *of_ranks in zip(one_process(strategy, long), another, *ranks, strict=True):
         for rank in of_ranks:
             assert split.same_bits(rank, of_ranks[0])
             assert rank["losses"] == of_ranks[0]["losses"]
