@@ -1,6 +1,6 @@
 """Every strategy with the jobs in which it must equal one process (tests/parallel/test_parity.py).
 
-A job's ranks may be processes of a new mpirun: they import this module, which does without pytest.
+Ranks may be processes of a new mpirun: they import this module, which does not import pytest.
 """
 
 from collections.abc import Callable
@@ -39,13 +39,13 @@ class Job:
 
 COMPARED = ("weights", "losses", "loads")
 Jobs = tuple[Job, ...]
-"""Those that one start of ranks trains, one after the other."""
+"""The jobs that one start of ranks trains, one after the other."""
 
 # --------------------------------------------------------------------------------- kinds of jobs
 
 
 def data(zero: int, changes: dict[str, Any], *, accumulate: int = 1, **options: Any) -> Job:
-    """A Trainer's data axis; one process takes one pass."""
+    """Return a job of a Trainer with a data axis only; one process takes one pass per step."""
     plan = {"zero": zero, "accumulate": accumulate}
     return Job(train_tiny, (changes, {**options, **plan}), alone=(changes, options))
 
@@ -58,35 +58,35 @@ def zero_stage(
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> Job:
-    """A ZeRO stage's class. step, strategy: options of its step and of the class."""
+    """Return a job of a ZeRO stage's class. step, strategy: options of its step and of the class."""
     ranks = {**options, **(strategy or {}), "step_options": step}
     return Job(zero.train_as_told, (stage, changes, ranks), alone=(0, changes, options))
 
 
 def divided(train: Any, *changes: dict[str, Any], **options: Any) -> Jobs:
-    """Ranks that divide a model, one job for each of `changes`."""
+    """Return jobs of ranks that divide the model, one job for each of `changes`."""
     return tuple(Job(train, (change, options)) for change in changes)
 
 
 def staged(name: str, changes: dict[str, Any], **options: Any) -> Job:
-    """A pipeline under a schedule, or model parallel."""
+    """Return a job of the schedule `name`, or of "model parallel"."""
     return Job(stages_as_told, (name, changes, options), alone=("single", changes, options))
 
 
 def stages_as_told(
     world: Any, name: str, changes: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """`train_stages` with arguments that can travel to ranks of a new mpirun."""
+    """Return what `train_stages` returns; these arguments can travel to ranks of a new mpirun."""
     return train_stages(world, name, changes, **options)
 
 
 def planned(changes: dict[str, Any], plan: dict[str, Any], **options: Any) -> Job:
-    """Any plan."""
+    """Return a job of any plan; one process has the plan of one rank."""
     return Job(plans.train, (changes, {**options, "plan": plan}), alone=(changes, options))
 
 
 def text_of(plan: dict[str, Any]) -> str:
-    """A plan as the command line writes it."""
+    """Return the name of a plan's job: its fields and their values."""
     return ",".join(f"{key}={value}" for key, value in plan.items())
 
 
@@ -149,7 +149,7 @@ SHORT: dict[str, Jobs] = {
     },
     **{f"{text_of(plan)}, uneven": (planned(UNEVEN, plan),) for plan in UNEVEN_PLANS},
 }
-"""Jobs of two or three steps, each on tiny models of odd sizes."""
+"""Jobs of two steps."""
 
 ALL_OPTIONS: dict[str, Any] = {
     "steps": 20,
