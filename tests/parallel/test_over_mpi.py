@@ -1,5 +1,5 @@
-"""Every strategy on one start of mpirun: the same bits as among threads. Each strategy's own soak
-tests have tcp.
+"""Every strategy on one start of mpirun: the same bits as among threads. The soak cases of
+tests/parallel/test_parity.py have one strategy a start, and every transport.
 
 A start of four ranks takes two seconds of processor time, a job of one strategy a tenth of that.
 """

@@ -1,10 +1,11 @@
 """What the tests of mixtures share: a mixture trained on ranks, beside one process."""
 
+import hashlib
 from typing import Any
 
 import numpy as np
-from split import SIZES, STEPS
-from training import global_batch, tiny
+from split import BOUND, SIZES, STEPS
+from training import difference, global_batch, tiny
 
 from minidist.device import account
 from minidist.nn import GPT, DropoutKey, MixtureConfig, mixture
@@ -21,6 +22,12 @@ from minidist.parallel.step.single import Single
 from minidist.parallel.step.strategy import Strategy
 
 MOE: dict[str, Any] = {"experts": 5, "top_k": 2, "noise": 0.05}
+KINDS: dict[str, dict[str, Any]] = {
+    "loss": {},
+    "capacity": {"capacity": 0.8, "top_k": 1},
+    "bias": {"balance": "bias", "shared": 1, "capacity": 1.2},
+}
+"""What differs from MOE: balanced by the loss, with tokens dropped, balanced by biases."""
 
 
 def train(
@@ -36,7 +43,6 @@ def train(
     seed: int = 3,
     precision: str | None = None,
     optimizer: Any = AdamW,
-    spoil: Any = None,
     copies: int = 1,
 ) -> dict[str, Any]:
     """What a rank holds after some steps: whole weights, losses, loads of each step, what was sent,
@@ -48,9 +54,8 @@ def train(
     config = tiny(**{**SIZES, **changes})
     state = {"step": 0}
 
-    def key(part: Any) -> Any:
-        of_part = DropoutKey.of_sequences(seed, state["step"], part.first, *part.inputs.shape)
-        return of_part if spoil is None else spoil(of_part, part)
+    def key(part: Any) -> DropoutKey:
+        return DropoutKey.of_sequences(seed, state["step"], part.first, *part.inputs.shape)
 
     def loss(part: Any, divisor: int) -> Any:
         return model.loss(part.inputs, part.targets, divisor, key=key(part))
@@ -112,3 +117,19 @@ def in_processes(
 ) -> dict[str, Any]:
     """The same, with arguments that can travel to ranks of a new mpirun."""
     return train(world, moe, changes, **options)
+
+
+def digest(rank: dict[str, Any]) -> str:
+    """Return the digest of a rank's weights."""
+    return hashlib.sha256(
+        b"".join(array.tobytes() for array in rank["weights"].values())
+    ).hexdigest()
+
+
+def check_equal(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Ranks equal one process and each other, in weights, losses and loads."""
+    assert difference(ranks[0]["weights"], alone["weights"]) < BOUND
+    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-12)
+    assert len({digest(rank) for rank in ranks}) == 1
+    for rank in ranks:
+        np.testing.assert_array_equal(rank["loads"], alone["loads"])

@@ -14,6 +14,8 @@ from minidist.parallel.pipeline.schedules import make_schedule
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Part
 
+STAGED = {"layers": 6, "tied": True, "dropout": 0.2}  # what most can go wrong in
+
 
 def train_stages(
     world: Any,

@@ -15,6 +15,14 @@ from minidist.parallel.step.replicas import weights_digest
 BOUND = 1e-10
 # those that train as one process does
 SCHEDULES = [name for name in ORDERS if name not in UPDATING]
+BIAS: dict[str, Any] = {
+    "experts": 4,
+    "capacity": 1.2,
+    "shared": 1,
+    "balance": "bias",
+    "bias_rate": 0.1,
+}
+"""A mixture that biases balance."""
 MOST = {"layers": 3, "heads": 4, "tied": True, "dropout": 0.2}  # what most can go wrong in
 
 

@@ -139,11 +139,9 @@ def swapped(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Ran
     return train(world, {"cp": world.size, "attention": "all-to-all"}, changes, **options)
 
 
-def run(
-    kind: Any, size: int, changes: dict[str, Any], *, transport: str = "threads", **options: Any
-) -> list[Rank]:
+def run(kind: Any, size: int, changes: dict[str, Any], **options: Any) -> list[Rank]:
     """What each of `size` ranks holds after training by one of the four."""
-    return md.run(kind, changes, options, size=size, transport=transport)
+    return md.run(kind, changes, options, size=size)
 
 
 # ----------------------------------------------------------------------------------- what must hold
@@ -199,21 +197,10 @@ def same_bits(one: Rank, other: Rank) -> bool:
     )
 
 
-def check_same_bits(kind: Any, transport: str) -> None:
-    """Three ranks over `transport` end where three threads end."""
-    there, here = (
-        run(kind, 3, GROUPED, steps=2, transport=name)[0] for name in (transport, "threads")
-    )
-    assert same_bits(there, here)
-
-
-def check_twenty_steps(kind: Any, size: int, transport: str, *, context: int) -> None:
-    """Equal to one process, with and without key heads that ranks share."""
-    for changes in ({"context": context}, GROUPED):
-        check_equal(
-            run(kind, size, changes, steps=20, transport=transport),
-            run(kind, 1, changes, steps=20)[0],
-        )
+def check_parity(kind: Any, size: int, changes: dict[str, Any], **options: Any) -> None:
+    """Ranks of `kind` equal one process and each other."""
+    ranks = run(kind, size, changes, **options)
+    check_equal(ranks, run(kind, 1, changes, **options)[0])
 
 
 def check_job(

@@ -2,6 +2,7 @@
 inside."""
 
 from collective_checker import LAYOUTS, REDUCING, ROOTED, Drawn
+from hypothesis import given
 from hypothesis import strategies as st
 
 OPS = ("sum", "mean", "max", "min", "prod")
@@ -85,3 +86,21 @@ def calls(draw: st.DrawFn, verb: str, algorithm: str, transport: str) -> Drawn:
     return Drawn(
         verb, algorithm, size, drawn, dtype, op, root, layout, how, rough, nodes, transport
     )
+
+
+any_zero_job = given(
+    size=st.integers(1, 5),
+    accumulate=st.integers(1, 3),
+    options=st.fixed_dictionaries(
+        {
+            "sequences": st.integers(1, 9),
+            "bucket_bytes": st.sampled_from([1, 500, 1 << 20]),
+            "optimizer": st.sampled_from(["adamw", "adam", "sgd"]),
+            "clip": st.sampled_from([None, 0.1]),
+            "frozen": st.sampled_from([(), ("tokens.weight", "blocks.0.mlp.up.bias")]),
+            "changes": st.fixed_dictionaries({"tied": st.booleans(), "layers": st.just(1)}),
+        }
+    ),
+)
+"""Decorates tests of ZeRO-1 and ZeRO-2: uneven parts and shards, ranks without a row, accumulation, tied and frozen
+weights."""

@@ -4,8 +4,6 @@ stages must pass."""
 from typing import Any
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 from training import SMALL_BUCKETS, difference, global_batch, tiny
 
 import minidist as md
@@ -21,23 +19,6 @@ from minidist.parallel.zero.zero3 import Zero3
 BOUND = 1e-10
 STAGES: dict[int, Any] = {1: Zero1, 2: Zero2, 3: Zero3}
 OPTIMIZERS: dict[str, Any] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
-
-any_job = given(
-    size=st.integers(1, 5),
-    accumulate=st.integers(1, 3),
-    options=st.fixed_dictionaries(
-        {
-            "sequences": st.integers(1, 9),
-            "bucket_bytes": st.sampled_from([1, 500, 1 << 20]),
-            "optimizer": st.sampled_from(["adamw", "adam", "sgd"]),
-            "clip": st.sampled_from([None, 0.1]),
-            "frozen": st.sampled_from([(), ("tokens.weight", "blocks.0.mlp.up.bias")]),
-            "changes": st.fixed_dictionaries({"tied": st.booleans(), "layers": st.just(1)}),
-        }
-    ),
-)
-"""Of ZeRO-1 and ZeRO-2: uneven parts and shards, ranks without a row, accumulation, tied and frozen
-weights."""
 
 
 def make(world: Any, stage: int, model: GPT, **options: Any) -> Any:
@@ -113,7 +94,6 @@ def check_equal(
     size: int,
     changes: dict[str, Any] | None = None,
     *,
-    transport: str = "threads",
     step_options: dict[str, Any] | None = None,
     strategy_options: dict[str, Any] | None = None,
     bound: float = BOUND,
@@ -121,22 +101,12 @@ def check_equal(
 ) -> list[dict[str, Any]]:
     """Ranks equal one process within `bound`, and each other to the bit; returns what they hold."""
     serial = md.run(lambda world: train(world, 0, changes, **options), size=1)[0]
-    if transport == "mpi":
-        told = {**options, **(strategy_options or {}), "step_options": step_options}
-        ranks = md.run(train_as_told, stage, changes, told, size=size, transport=transport)
-    else:
-        ranks = md.run(
-            lambda world: train(
-                world,
-                stage,
-                changes,
-                step_options=step_options,
-                **(strategy_options or {}),
-                **options,
-            ),
-            size=size,
-            transport=transport,
-        )
+    ranks = md.run(
+        lambda world: train(
+            world, stage, changes, step_options=step_options, **(strategy_options or {}), **options
+        ),
+        size=size,
+    )
     assert difference(ranks[0]["weights"], serial["weights"]) < bound
     np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=bound)
     assert len({rank["digest"] for rank in ranks}) == 1

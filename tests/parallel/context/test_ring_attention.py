@@ -4,6 +4,7 @@ shard."""
 import threading
 import time
 import tracemalloc
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,13 @@ import pytest
 from helpers import run as run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import Bug, check_caught
 from split import (
     BOUND,
     GROUPED,
     any_job,
     check_job,
-    check_same_bits,
-    check_twenty_steps,
+    check_parity,
     context,
     run,
     sequence,
@@ -397,18 +398,6 @@ def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, A
     check_job(context, elements_sent, size, changes, options, steps=3)
 
 
-@pytest.mark.soak
-def test_same_bits_over_tcp() -> None:
-    check_same_bits(context, "tcp")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_twenty_steps(context, size, transport, context=17)
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision: str) -> None:
@@ -451,21 +440,8 @@ def test_the_loss_is_the_mean_of_all_tokens() -> None:
 # -------------------------------------------------------------------- the parity test sees the bugs
 
 
-def gradients_not_added(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DDP, "_start_reduce", lambda self, index: None)
-
-
-def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
-    """The position offset forgotten: learned and rotary."""
-    patch.setattr(chapter, "pick", lambda array, own, dim: array[: len(own(len(array)))])
-
-
-def no_scaling_down(patch: pytest.MonkeyPatch) -> None:
+def forgetful_update(right: Any, scores: Any, v: Any, y: Any, top: Any, total: Any) -> None:
     """What was summed under an old maximum is left as it is."""
-    patch.setattr(online_attention, "_update", forgetful_update)
-
-
-def forgetful_update(scores: Any, v: Any, y: Any, top: Any, total: Any) -> None:
     now = np.maximum(top, scores.max(axis=-2, keepdims=True))
     p = np.exp(scores - now)
     total += p.sum(axis=-2, keepdims=True)
@@ -473,75 +449,74 @@ def forgetful_update(scores: Any, v: Any, y: Any, top: Any, total: Any) -> None:
     top[...] = now
 
 
-def own_piece_alone(patch: pytest.MonkeyPatch) -> None:
-    """N2:315: L/2 × L/2 scores a rank."""
-    original = chapter.visible
-    patch.setattr(
-        chapter,
-        "visible",
-        lambda length, rank, source, size: (
-            original(length, rank, source, size) if rank == source else iter(())
-        ),
-    )
-
-
-def no_mask(patch: pytest.MonkeyPatch) -> None:
-    original = chapter.visible
-    patch.setattr(chapter, "visible", lambda *args: ((q, k, False) for q, k, _ in original(*args)))
-
-
-def share_of_the_loss_by_own_tokens(patch: pytest.MonkeyPatch) -> None:
-    """A mean of means."""
-    original = Hybrid._loss
-
-    def mean_of_means(self: Hybrid, part: Any, divisor: int) -> Any:
-        rows, length = part.inputs.shape
-        own = len(np.arange(length)[self.tokens(length)])
-        return original(self, part, rows * own * self.mesh["cp"].size)
-
-    patch.setattr(Hybrid, "_loss", mean_of_means)
+def mean_of_means(right: Any, self: Hybrid, part: Any, divisor: int) -> Any:
+    """A rank's share of the loss is the mean over its own tokens."""
+    rows, length = part.inputs.shape
+    own = len(np.arange(length)[self.tokens(length)])
+    return right(self, part, rows * own * self.mesh["cp"].size)
 
 
 BUGS = [
-    gradients_not_added,
-    positions_of_the_first_tokens,
-    no_scaling_down,
-    own_piece_alone,
-    no_mask,
-    share_of_the_loss_by_own_tokens,
+    Bug("gradients not added", DDP, "_start_reduce", lambda right, self, index: None),
+    # the position offset forgotten: learned and rotary
+    Bug(
+        "positions of the first tokens",
+        chapter,
+        "pick",
+        lambda right, array, own, dim: array[: len(own(len(array)))],
+    ),
+    Bug("no scaling down", online_attention, "_update", forgetful_update),
+    # N2:315: L/2 × L/2 scores a rank
+    Bug(
+        "own piece alone",
+        chapter,
+        "visible",
+        lambda right, length, rank, source, size: (
+            right(length, rank, source, size) if rank == source else iter(())
+        ),
+    ),
+    Bug(
+        "no mask",
+        chapter,
+        "visible",
+        lambda right, *args: ((q, k, False) for q, k, _ in right(*args)),
+    ),
+    Bug("share of the loss by own tokens", Hybrid, "_loss", mean_of_means),
 ]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"positions": "rotary", "context": 7}
-    options: dict[str, Any] = {"optimizer": SGD, "clip": None, "steps": 2}
-    serial = run(context, 1, changes, **options)[0]
-    bug(monkeypatch)
-    assert not all(
-        difference(rank["weights"], serial["weights"]) < 1e-7
-        for rank in run(context, 3, changes, **options)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    job: dict[str, Any] = {"changes": {"positions": "rotary", "context": 7}}
+    check_caught(
+        bug, partial(check_parity, context, 3, **job, optimizer=SGD, clip=None), monkeypatch
     )
 
 
+def of_the_first(right: Any, self: Any, *args: Any, **options: Any) -> Any:
+    """A layer takes the first tokens for the own."""
+    own = self.own
+    self.own = lambda length: slice(0, len(np.arange(length)[own(length)]))
+    try:
+        return right(self, *args, **options)
+    finally:
+        self.own = own
+
+
+OTHER_TOKENS = [
+    Bug(
+        "learned positions",
+        token_shard.TokenShardPositions,
+        "forward",
+        of_the_first,
+        {"kind": context},
+    ),
+    Bug("dropout", token_shard.TokenShardDropout, "forward", of_the_first, {"kind": sequence}),
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("kind", "layer"),
-    [(context, token_shard.TokenShardPositions), (sequence, token_shard.TokenShardDropout)],
-)
-def test_other_tokens_break_parity(kind: Any, layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learned positions and dropout, each of the first tokens instead of the own."""
-    changes = {"dropout": 0.2}
-    serial = run(kind, 1, changes)[0]
-    forward = layer.forward
-
-    def of_the_first(self: Any, *args: Any, **options: Any) -> Any:
-        own, self.own = self.own, lambda length: slice(0, len(np.arange(length)[own(length)]))
-        try:
-            return forward(self, *args, **options)
-        finally:
-            self.own = own
-
-    monkeypatch.setattr(layer, "forward", of_the_first)
-    assert not difference(run(kind, 2, changes)[0]["weights"], serial["weights"]) < 1e-7
+@pytest.mark.parametrize("bug", OTHER_TOKENS, ids=str)
+def test_other_tokens_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_caught(bug, partial(check_parity, size=2, changes={"dropout": 0.2}), monkeypatch)

@@ -1,10 +1,12 @@
 """Sequence parallelism: equal to one process, with tensor parallelism's bytes and less memory."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
+from planted import Bug, check_caught
 from split import (
     BOUND,
     SIZES,
@@ -12,8 +14,7 @@ from split import (
     any_job,
     blocks_again,
     check_equal,
-    check_same_bits,
-    check_twenty_steps,
+    check_parity,
     run,
     sent_along_the_axis,
     sequence,
@@ -57,12 +58,6 @@ def test_more_ranks_than_tokens() -> None:
     check_job(5, {"context": 3}, {"sequences": 2, "checkpoint": "all"}, steps=2)
 
 
-@pytest.mark.soak
-def test_same_bits_in_processes() -> None:
-    """Over sockets; over mpirun in the long run."""
-    check_same_bits(sequence, "tcp")
-
-
 @settings(max_examples=2)
 @any_job(context=st.integers(1, 7))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
@@ -75,13 +70,6 @@ def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) ->
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
     check_job(size, changes, options, steps=3)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_twenty_steps(sequence, size, transport, context=16)
 
 
 def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:
@@ -158,40 +146,26 @@ def test_generating_text() -> None:
 # -------------------------------------------------------------------- the parity test sees the bugs
 
 
-def norms_not_added(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hybrid_step, "add_up", lambda parts: None)
-
-
-def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
-    """The position offset forgotten."""
-    patch.setattr(
+BUGS = [
+    Bug("norms not added", hybrid_step, "add_up", lambda right, parts: None),
+    # the position offset forgotten
+    Bug(
+        "positions of the first tokens",
         token_shard.TokenShardPositions,
         "forward",
-        lambda self, ids: Embedding.forward(self, ids[: len(ids[self.own(len(ids))])]),
-    )
-
-
-def gathered_as_copies(patch: pytest.MonkeyPatch) -> None:
-    """The gather's gradient as a slice instead of a sum."""
-    patch.setattr(
+        lambda right, self, ids: Embedding.forward(self, ids[: len(ids[self.own(len(ids))])]),
+    ),
+    # the gather's gradient as a slice instead of a sum
+    Bug(
+        "gathered as copies",
         chapter.SequenceRegion,
         "enter",
-        lambda self, x: chapter.collectives.gather_copies(x, dim=1, group=self.group),
-    )
+        lambda right, self, x: chapter.collectives.gather_copies(x, dim=1, group=self.group),
+    ),
+]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "bug",
-    [norms_not_added, positions_of_the_first_tokens, gathered_as_copies],
-    ids=lambda bug: bug.__name__,
-)
-def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"optimizer": SGD, "clip": None, "steps": 2}
-    serial = run(sequence, 1, {}, **options)[0]
-    assert difference(run(sequence, 3, {}, **options)[0]["weights"], serial["weights"]) < BOUND
-    bug(monkeypatch)
-    assert not all(
-        difference(rank["weights"], serial["weights"]) < 1e-7
-        for rank in run(sequence, 3, {}, **options)
-    )
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_caught(bug, partial(check_parity, sequence, 3, {}, optimizer=SGD, clip=None), monkeypatch)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from plans import check as check_plan
 from plans import sent_by_axis
 from plans import train as train_plan
+from planted import Bug, check_caught
 from split import BOUND, check_job, train
 from training import tiny
 
@@ -387,28 +388,38 @@ def test_the_simulator_sends_what_the_pattern_needs() -> None:
 # ------------------------------------------------------------------------------------- planted bugs
 
 
+def fewer_keys(right: Any, *args: Any, **options: Any) -> Any:
+    """A rank leaves out the first run of what it needs."""
+    found = right(*args, **options)
+    return found._replace(tiles=found.tiles[1:])
+
+
+def turned_hops(right: Any, self: Any, group: Any, *args: Any) -> None:
+    """Hops differ between ranks: an error must end the job, not a wait without end."""
+    right(self, group, *args)
+    self.hops = self.hops[::-1] if group.rank else self.hops
+
+
+BUGS = [
+    Bug(
+        "too few keys",
+        pieces,
+        "needed",
+        fewer_keys,
+        {"size": 2, "pattern": "local:128", "length": 300},
+    ),
+    Bug(
+        "hops in another order",
+        PieceExchange,
+        "__init__",
+        turned_hops,
+        {"size": 4, "pattern": "strided:128", "length": 427},
+        raises=md.errors.MinidistError,
+    ),
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("bug", ["too few keys", "hops in another order"])
-def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that leaves out the first run of what it needs; hops that differ between ranks end in
-    an error, not a wait without end."""
-    if bug == "too few keys":
-        original = pieces.needed
-
-        def fewer(*args: Any, **options: Any) -> Any:
-            found = original(*args, **options)
-            return found._replace(tiles=found.tiles[1:])
-
-        monkeypatch.setattr(pieces, "needed", fewer)
-        with pytest.raises(AssertionError):
-            check_attention(2, "local:128", 300)
-        return
-    init = PieceExchange.__init__
-
-    def turned(self: Any, group: Any, *args: Any) -> None:
-        init(self, group, *args)
-        self.hops = self.hops[::-1] if group.rank else self.hops
-
-    monkeypatch.setattr(PieceExchange, "__init__", turned)
-    with pytest.raises(md.errors.MinidistError):
-        check_attention(4, "strided:128", 427)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_are_seen(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_caught(bug, check_attention, monkeypatch)

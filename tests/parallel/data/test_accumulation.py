@@ -1,12 +1,14 @@
 """Accumulation: the weights of one pass, the activations of one microbatch, and each stage's
 traffic."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import Bug, check_caught
 from training import difference, global_batch, tiny, train
 
 import minidist as md
@@ -17,6 +19,7 @@ from minidist.optim import SGD
 from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.step import strategy
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Part, micro_parts
 from minidist.parallel.zero.zero3 import Zero3
@@ -24,48 +27,22 @@ from minidist.parallel.zero.zero3 import Zero3
 BOUND = 1e-10
 
 
-def run(size: int, transport: str = "threads", **options: Any) -> list[dict[str, Any]]:
-    """`train` on some ranks."""
-    return md.run(_train, options, size=size, transport=transport)
+def run(size: int, *, config: dict[str, Any] | None = None, **options: Any) -> list[dict[str, Any]]:
+    """`train` on `size` threads."""
+    return md.run(lambda world: train(world, config=tiny(**(config or {})), **options), size=size)
 
 
-def _train(world: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """With arguments that can travel to ranks of a new mpirun."""
-    return train(world, **{**options, "config": tiny(**options.get("config", {}))})
-
-
-def check_equal(size: int, transport: str = "threads", **options: Any) -> list[dict[str, Any]]:
+def check_equal(size: int, **options: Any) -> None:
     """Ranks that take passes equal one process that takes none, and each other to the bit."""
     serial = run(1, **{**options, "zero": 0, "accumulate": 1})[0]
-    ranks = run(size, transport, **options)
-    check_ranks(ranks, serial)
-    return ranks
-
-
-def check_ranks(ranks: list[dict[str, Any]], serial: dict[str, Any]) -> None:
-    """Each other to the bit, and one process within BOUND."""
+    ranks = run(size, **options)
     assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
     np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-10)
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
 # --------------------------------------------------------------------------- parallel equals serial
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("zero", "size", "accumulate"), [(0, 1, 3), (0, 3, 2), (1, 2, 4), (2, 3, 2), (3, 2, 3)]
-)
-def test_equals_one_process(zero: int, size: int, accumulate: int) -> None:
-    """Uneven passes; dropout is the same whatever the passes; with 3 ranks × 2 passes of 5 rows
-    some have none."""
-    check_equal(size, zero=zero, accumulate=accumulate, config={"dropout": 0.2})
-
-
-@pytest.mark.soak
-def test_same_bits_over_tcp() -> None:
-    over_threads = run(3, accumulate=2)[0]
-    assert check_equal(3, "tcp", accumulate=2)[0]["digest"] == over_threads["digest"]
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 any_job = given(
@@ -115,58 +92,36 @@ def test_very_many_jobs(
     )
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_every_stage_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    """The four stages in one job."""
-    options = {
-        "accumulate": 3,
-        "steps": 20,
-        "sequences": 11,
-        "config": {"context": 16, "width": 16, "layers": 3},
-    }
-    serial = run(1, **{**options, "accumulate": 1})[0]
-    for stage in zip(*md.run(every_stage, options, size=size, transport=transport), strict=True):
-        check_ranks(list(stage), serial)
-
-
-def every_stage(world: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a rank holds after each ZeRO stage."""
-    return [_train(world, {**options, "zero": zero}) for zero in range(4)]
+BUGS = [
+    Bug(
+        "mean of means",
+        DDP,
+        "forward",
+        lambda right, self, part, divisor: right(self, part, divisor=max(part.targets.size, 1) * 4),
+    ),
+    Bug(
+        "divides by the passes too",
+        DDP,
+        "forward",
+        lambda right, self, part, divisor: right(self, part, divisor=divisor * 2),
+    ),
+    Bug(
+        "forgets a pass",
+        DDP,
+        "backward",
+        lambda right, self, share, last: right(self, share, last=last) if last else None,
+    ),
+    Bug("takes all rows", strategy, "micro_parts", lambda right, part, count: [part] * count),
+]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "bug", ["mean of means", "divides by the passes too", "forgets a pass", "takes all rows"]
-)
-def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGD without clipping: Adam and clipping forgive a wrong scale."""
-    options: dict[str, Any] = {"accumulate": 2, "optimizer": "sgd", "clip": None}
-    forward = DDP.forward
-    backward = DDP.backward
-    if bug == "mean of means":
-        monkeypatch.setattr(
-            DDP,
-            "forward",
-            lambda self, part, divisor: forward(self, part, divisor=max(part.targets.size, 1) * 4),
-        )
-    elif bug == "divides by the passes too":
-        monkeypatch.setattr(
-            DDP, "forward", lambda self, part, divisor: forward(self, part, divisor=divisor * 2)
-        )
-    elif bug == "forgets a pass":
-        monkeypatch.setattr(
-            DDP,
-            "backward",
-            lambda self, share, last: backward(self, share, last=last) if last else None,
-        )
-    else:
-        monkeypatch.setattr(
-            "minidist.parallel.step.strategy.micro_parts", lambda part, count: [part] * count
-        )
-    with pytest.raises(AssertionError):
-        check_equal(2, **options)
+    check_caught(
+        bug, partial(check_equal, 2, accumulate=2, optimizer="sgd", clip=None), monkeypatch
+    )
 
 
 def test_a_mean_of_means_is_another_number() -> None:

@@ -1,11 +1,13 @@
 """DataParallel: equal to one process for any loss and batch, at the cost its docstring states."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import Bug, check_caught
 from training import CHOICES, Chooser, difference, global_batch, tiny
 
 from minidist.autograd.tensor import tensor
@@ -110,10 +112,12 @@ any_job = given(
 )
 
 
-def check_job(replicas: int, accumulate: int, options: dict[str, Any]) -> None:
+def check_equal(
+    replicas: int, *, step_options: dict[str, Any] | None = None, **options: Any
+) -> None:
     """Replicas equal one process."""
-    serial, losses, *_ = train(0, steps=2, **options)
-    weights, ours, *_ = train(replicas, steps=2, step_options={"accumulate": accumulate}, **options)
+    serial, losses, *_ = train(0, **options)
+    weights, ours, *_ = train(replicas, step_options=step_options, **options)
     assert difference(weights, serial) < BOUND
     np.testing.assert_allclose(ours, losses, rtol=1e-12)
 
@@ -122,7 +126,7 @@ def check_job(replicas: int, accumulate: int, options: dict[str, Any]) -> None:
 @any_job
 def test_any_job(replicas: int, accumulate: int, options: dict[str, Any]) -> None:
     """Uneven parts, devices without a row, accumulation, dropout, tied and frozen weights."""
-    check_job(replicas, accumulate, options)
+    check_equal(replicas, steps=2, step_options={"accumulate": accumulate}, **options)
 
 
 @pytest.mark.soak
@@ -130,7 +134,7 @@ def test_any_job(replicas: int, accumulate: int, options: dict[str, Any]) -> Non
 @any_job
 def test_very_many_jobs(replicas: int, accumulate: int, options: dict[str, Any]) -> None:
     """The same, more often."""
-    check_job(replicas, accumulate, options)
+    check_equal(replicas, steps=2, step_options={"accumulate": accumulate}, **options)
 
 
 def test_float32_stays_close() -> None:
@@ -202,42 +206,39 @@ def test_replicas_that_use_different_parameters() -> None:
     np.testing.assert_allclose(found[1], found[0], rtol=1e-12)
 
 
+def scattered_loss(
+    right: Any, self: Any, outputs: Any, targets: Any, divisor: int
+) -> tuple[np.ndarray, float]:
+    """The loss itself goes back as the gradient of every output."""
+    gradients, loss = right(self, outputs, targets, divisor)
+    return np.full_like(gradients, loss), loss
+
+
+def copied_once(right: Any, self: Any, device: Any) -> None:
+    """Replicas keep the weights of the first step."""
+    copied = vars(self).setdefault("copied", set())
+    if device.rank not in copied:
+        copied.add(device.rank)
+        right(self, device)
+
+
+BUGS = [
+    Bug(
+        "averages twice",
+        DataParallel,
+        "loss_of",
+        lambda right, self, outputs, targets, divisor: right(self, outputs, targets, divisor * 3),
+    ),
+    Bug("scatters the loss", DataParallel, "loss_of", scattered_loss),
+    Bug("forgets to copy", DataParallel, "copy_model", copied_once),
+    Bug("loses a replica", DataParallel, "sum_gradients", lambda right, self, device: None),
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "bug", ["averages twice", "scatters the loss", "forgets to copy", "loses a replica"]
-)
-def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"rule": SGD, "clip": None, "sequences": 6}
-    original = DataParallel.loss_of
-    if bug == "averages twice":
-        monkeypatch.setattr(
-            DataParallel,
-            "loss_of",
-            lambda self, outputs, targets, divisor: original(self, outputs, targets, divisor * 3),
-        )
-    elif bug == "scatters the loss":
-
-        def loss_of(self: Any, outputs: Any, targets: Any, divisor: int) -> Any:
-            gradients, loss = original(self, outputs, targets, divisor)
-            return np.full_like(gradients, loss), loss
-
-        monkeypatch.setattr(DataParallel, "loss_of", loss_of)
-    elif bug == "forgets to copy":
-        copy_model = DataParallel.copy_model
-        copied = []
-        monkeypatch.setattr(
-            DataParallel,
-            "copy_model",
-            lambda self, device: (
-                copied.append(1) or (copy_model(self, device) if len(copied) <= 3 else None)
-            ),
-        )
-    else:
-        monkeypatch.setattr(DataParallel, "sum_gradients", lambda self, device: None)
-    serial = train(0, **options)[0]
-    assert not difference(train(3, **options)[0], serial) < 1e-6
-    monkeypatch.undo()
-    assert difference(train(3, **options)[0], serial) < BOUND
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_caught(bug, partial(check_equal, 3, rule=SGD, clip=None, sequences=6), monkeypatch)
 
 
 # ------------------------------------------------------------------------------------ what it costs

@@ -2,12 +2,14 @@
 what."""
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import Bug, check_caught
 from training import (
     CHOICES,
     SMALL_BUCKETS,
@@ -16,7 +18,6 @@ from training import (
     global_batch,
     tiny,
     train,
-    train_tiny,
 )
 
 import minidist as md
@@ -39,45 +40,8 @@ def run(size: int, **options: Any) -> list[dict[str, Any]]:
     return md.run(lambda world: train(world, **options), size=size)
 
 
-@pytest.fixture(scope="module")
-def serial() -> dict[str, Any]:
-    """One process, three steps of five sequences."""
-    return run(1)[0]
-
-
 # --------------------------------------------------------------------------- parallel equals serial
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
-    ranks = run(size)
-    assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
-    np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-12)
-    assert len({rank["digest"] for rank in ranks}) == 1  # the same bits on all ranks
-    assert len({tuple(rank["losses"]) for rank in ranks}) == 1
-    assert run(size)[0]["digest"] == ranks[0]["digest"]  # and on a second run
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("transport", ["shm", "tcp", "threads-unbuffered"])
-def test_same_bits_on_every_transport(serial: dict[str, Any], transport: str) -> None:
-    over_threads = run(3)[0]
-    over_processes = md.run(train_tiny, {}, {}, size=3, transport=transport)[0]
-    assert difference(over_processes["weights"], serial["weights"]) < BOUND
-    assert over_processes["digest"] == over_threads["digest"]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    changes = {"context": 16, "width": 16, "layers": 3}
-    options = {"steps": 20, "sequences": 9}
-    serial, again = (md.run(train_tiny, changes, options, size=count)[0] for count in (1, size))
-    ranks = md.run(train_tiny, changes, options, size=size, transport=transport)
-    assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
-    assert {rank["digest"] for rank in ranks} == {again["digest"]}
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 any_job = given(
@@ -105,7 +69,7 @@ any_job = given(
 def test_any_job(size: int, options: dict[str, Any]) -> None:
     """Uneven parts, ranks without a sequence, a bucket a parameter, one bucket for all, a weight
     used twice."""
-    check_job(size, options)
+    check_equal(size, steps=2, **options)
 
 
 @pytest.mark.soak
@@ -113,19 +77,19 @@ def test_any_job(size: int, options: dict[str, Any]) -> None:
 @any_job
 def test_very_many_jobs(size: int, options: dict[str, Any]) -> None:
     """The same, more often."""
-    check_job(size, options)
+    check_equal(size, steps=2, **options)
 
 
-def check_job(size: int, options: dict[str, Any]) -> None:
+def check_equal(size: int, **options: Any) -> None:
     """Ranks equal one process and each other."""
-    ranks = run(size, steps=2, **options)
-    serial = run(1, steps=2, **options)[0]
+    ranks = run(size, **options)
+    serial = run(1, **options)[0]
     assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
     np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-12)
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
-def test_float32_stays_close(serial: dict[str, Any]) -> None:
+def test_float32_stays_close() -> None:
     options: dict[str, Any] = {"config": tiny(dtype="float32")}
     ranks = run(3, **options)
     alone = run(1, **options)[0]
@@ -138,32 +102,28 @@ def test_float32_stays_close(serial: dict[str, Any]) -> None:
 # -------------------------------------------------------------------- the parity test sees the bugs
 
 
+BUGS = [
+    Bug(
+        "averages twice",
+        DDP,
+        "forward",
+        lambda right, self, part, divisor: right(self, part, divisor=divisor * 3),
+    ),
+    Bug("skips a bucket", DDP, "_start_reduce", lambda right, self, index: right(self, 0)),
+    Bug(
+        "local divisor",
+        DDP,
+        "forward",
+        lambda right, self, part, divisor: right(self, part, divisor=3 * part.targets.size),
+    ),
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("bug", ["averages twice", "skips a bucket", "local divisor"])
-def test_planted_bugs_break_parity(
-    serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without clipping and with SGD: Adam and clipping forgive a wrong scale."""
-    options: dict[str, Any] = {"optimizer": "sgd", "clip": None}
-    forward = DDP.forward
-    start = DDP._start_reduce
-    if bug == "averages twice":
-        monkeypatch.setattr(
-            DDP, "forward", lambda self, part, divisor: forward(self, part, divisor=divisor * 3)
-        )
-    elif bug == "local divisor":
-        monkeypatch.setattr(
-            DDP,
-            "forward",
-            lambda self, part, divisor: forward(self, part, divisor=3 * part.targets.size),
-        )
-    else:
-        monkeypatch.setattr(DDP, "_start_reduce", lambda self, index: start(self, 0))
-    wrong = run(3, **options)[0]
-    monkeypatch.undo()
-    right = run(1, **options)[0]
-    assert difference(run(3, **options)[0]["weights"], right["weights"]) < BOUND
-    assert not difference(wrong["weights"], right["weights"]) < 1e-6
+    check_caught(bug, partial(check_equal, 3, steps=2, optimizer="sgd", clip=None), monkeypatch)
 
 
 # -------------------------------------------------------------------------------- unused parameters

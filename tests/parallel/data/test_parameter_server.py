@@ -6,12 +6,14 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import Bug, check_caught
 from training import difference, global_batch, tiny
 
 import minidist as md
@@ -226,53 +228,50 @@ def test_float32_stays_close() -> None:
     assert difference(ranks[0]["weights"], serial[0]["weights"]) < 1e-5
 
 
+def pushed_twice(right: Any, self: Any, batch: Any, accumulate: int) -> float:
+    """Servers have the double of each gradient."""
+    loss: float = right(self, batch, accumulate)
+    for shard in self.shards:
+        for vector in shard.gradients:
+            vector *= 2
+    return loss
+
+
+def first_worker_only(right: Any, self: Any) -> None:
+    """What the other workers send is received and not added."""
+    for total, buffer in zip(self.shards[0].gradients, self._buffers, strict=True):
+        self.group.recv(0, out=total)
+        for worker in range(1, self.workers):
+            self.group.recv(worker, out=buffer)
+
+
+def pulled_from_one_server(right: Any, self: Any) -> None:
+    """The keys of the second server stay as they were."""
+    before = [vector.copy() for vector in self.shards[1].weights]
+    right(self)
+    for vector, old in zip(self.shards[1].weights, before, strict=True):
+        vector[...] = old
+
+
+BUGS = [
+    Bug(
+        "averages twice",
+        ParameterServer,
+        "forward",
+        lambda right, self, part, divisor: (
+            self.loss(part, divisor * 2) if len(part.inputs) else None
+        ),
+    ),
+    Bug("pushes twice", ParameterServer, "gradients", pushed_twice),
+    Bug("forgets a worker", ParameterServer, "collect", first_worker_only),
+    Bug("pulls from one server", ParameterServer, "pull", pulled_from_one_server),
+]
+
+
 @pytest.mark.sampled(every=4)
-@pytest.mark.parametrize(
-    "bug", ["averages twice", "pushes twice", "forgets a worker", "pulls from one server"]
-)
-def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gradients = ParameterServer.gradients
-    collect = ParameterServer.collect
-    pull = ParameterServer.pull
-    if bug == "averages twice":
-        monkeypatch.setattr(
-            ParameterServer,
-            "forward",
-            lambda self, part, divisor: self.loss(part, divisor * 2) if len(part.inputs) else None,
-        )
-    elif bug == "pushes twice":
-
-        def doubled(self: Any, batch: Any, accumulate: int) -> float:
-            loss = gradients(self, batch, accumulate)
-            for shard in self.shards:
-                for vector in shard.gradients:
-                    vector *= 2
-            return loss
-
-        monkeypatch.setattr(ParameterServer, "gradients", doubled)
-    elif bug == "forgets a worker":
-
-        def partial(self: Any) -> None:
-            for total, room in zip(self.shards[0].gradients, self._rooms, strict=True):
-                self.group.recv(0, out=total)
-                for worker in range(1, self.workers):
-                    self.group.recv(worker, out=room)
-
-        monkeypatch.setattr(ParameterServer, "collect", partial)
-    else:
-
-        def stale_pull(self: Any) -> None:
-            before = [vector.copy() for vector in self.shards[1].weights]
-            pull(self)
-            for vector, old in zip(self.shards[1].weights, before, strict=True):
-                vector[...] = old
-
-        monkeypatch.setattr(ParameterServer, "pull", stale_pull)
-    with pytest.raises(AssertionError):
-        check_equal(2, 2, optimizer="sgd", clip=None)
-    monkeypatch.undo()
-    assert ParameterServer.collect is collect
-    check_equal(2, 2, optimizer="sgd", clip=None)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_caught(bug, partial(check_equal, 2, 2, optimizer="sgd", clip=None), monkeypatch)
 
 
 # ------------------------------------------------------------- asynchronous runs equal their replay

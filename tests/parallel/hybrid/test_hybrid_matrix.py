@@ -9,14 +9,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plans import BOUND, MOST, SCHEDULES, check, sent_by_axis, train
+from planted import Bug, check_caught
 from training import difference, tiny
 
 import minidist as md
 from minidist.autograd.ops.collectives import shard_of
-from minidist.errors import MinidistError, PlanError
+from minidist.errors import GradientError, MismatchError, PlanError
 from minidist.nn import Embedding
 from minidist.nn.config import divisors
-from minidist.parallel.context import context_parallel, ring_attention, token_shard
+from minidist.parallel.context import context_parallel, token_shard
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
 from minidist.parallel.pipeline.stages import StageModel
@@ -233,69 +234,86 @@ def test_stages_keep_their_promise_behind_a_pipeline() -> None:
 # -------------------------------------------------------------------- the parity test sees the bugs
 
 
-def consecutive(attend: Any) -> Any:
+def consecutive(right: Any, model: Any, group: Any) -> Any:
     """The ring, of ranks that take consecutive tokens as if it needed no zigzag."""
+    right(model, group)
+    return partial(shard_of, group=group)
 
-    def attend_by_ring(model: Any, group: Any) -> Any:
-        attend(model, group)
-        return partial(shard_of, group=group)
 
-    return attend_by_ring
+BUGS = [
+    Bug(
+        "tokens not in zigzag",
+        context_parallel,
+        "attend_by_ring",
+        consecutive,
+        {"plan": {"cp": 2}},
+    ),
+    Bug(
+        "rows divided by cp too",
+        Mesh,
+        "rows",
+        lambda right, mesh: mesh.copies,
+        {"plan": {"dp": 2, "cp": 2}},
+        raises=MismatchError,
+    ),
+    Bug(
+        "dropout of the first tokens",
+        hybrid_step,
+        "own_key",
+        lambda right, key, own: right(key, lambda length: slice(len(own(length)))),
+        {"plan": {"cp": 2}},
+    ),
+    Bug(
+        "positions of the first tokens",
+        token_shard.TokenShardPositions,
+        "forward",
+        lambda right, self, ids: Embedding.forward(self, np.arange(len(self.own(len(ids))))),
+        {"plan": {"cp": 2}},
+    ),
+    Bug(
+        "norms not summed over tp",
+        hybrid_step,
+        "add_up",
+        lambda right, parts: None,
+        {"plan": {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True}},
+        raises=MismatchError,
+    ),
+    Bug(
+        "second halves not reduced",
+        StageModel,
+        "go_back_weights",
+        lambda right, self, stage, deferred: self.precision.backward_weights(deferred),
+        {"plan": {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "microbatches": 2}},
+        raises=GradientError,
+    ),
+    Bug(
+        "a stage's gradients not reduced",
+        StagedZero2,
+        "set_segments",
+        lambda right, self, segments, order: setattr(self, "_segments", [[] for _ in segments]),
+        {"plan": {"dp": 2, "pp": 2, "zero": 2, "schedule": "interleaved"}},
+        raises=GradientError,
+    ),
+    Bug(
+        "table not reduced",
+        StagedZero3,
+        "finish_step",
+        lambda right, self: self.gradients.sum_copies(),
+        {"plan": {"dp": 2, "pp": 2, "zero": 3, "microbatches": 2}},
+    ),
+    Bug(
+        "copies not summed",
+        GradientShards,
+        "sum_copies",
+        lambda right, self: None,
+        {"plan": {"dp": 2, "pp": 2, "zero": 2, "shard": 1, "microbatches": 2}},
+        raises=MismatchError,
+    ),
+]
 
 
 @pytest.mark.sampled(every=5)
-@pytest.mark.parametrize(
-    ("bug", "plan"),
-    [
-        ("tokens not in zigzag", {"cp": 2}),
-        ("rows divided by cp too", {"dp": 2, "cp": 2}),
-        ("dropout of the first tokens", {"cp": 2}),
-        ("positions of the first tokens", {"cp": 2}),
-        ("norms not summed over tp", {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True}),
-        (
-            "second halves not reduced",
-            {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "microbatches": 2},
-        ),
-        (
-            "a stage's gradients not reduced",
-            {"dp": 2, "pp": 2, "zero": 2, "schedule": "interleaved"},
-        ),
-        ("table not reduced", {"dp": 2, "pp": 2, "zero": 3, "microbatches": 2}),
-        ("copies not summed", {"dp": 2, "pp": 2, "zero": 2, "shard": 1, "microbatches": 2}),
-    ],
-)
-def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    planted: dict[str, tuple[Any, str, Any]] = {
-        "tokens not in zigzag": (
-            context_parallel,
-            "attend_by_ring",
-            consecutive(ring_attention.attend_by_ring),
-        ),
-        "rows divided by cp too": (Mesh, "rows", Mesh.copies),
-        "dropout of the first tokens": (
-            hybrid_step,
-            "own_key",
-            lambda key, own: token_shard.own_key(key, lambda length: slice(len(own(length)))),
-        ),
-        "positions of the first tokens": (
-            token_shard.TokenShardPositions,
-            "forward",
-            lambda self, ids: Embedding.forward(self, np.arange(len(self.own(len(ids))))),
-        ),
-        "norms not summed over tp": (hybrid_step, "add_up", lambda parts: None),
-        "second halves not reduced": (
-            StageModel,
-            "go_back_weights",
-            lambda self, stage, deferred: self.precision.backward_weights(deferred),
-        ),
-        "a stage's gradients not reduced": (
-            StagedZero2,
-            "set_segments",
-            lambda self, segments, order: self.__dict__.update(_segments=[[] for _ in segments]),
-        ),
-        "table not reduced": (StagedZero3, "finish_step", lambda self: self.gradients.sum_copies()),
-        "copies not summed": (GradientShards, "sum_copies", lambda self: None),
-    }
-    monkeypatch.setattr(*planted[bug])
-    with pytest.raises((AssertionError, MinidistError)):
-        check({**MOST, "positions": "learned"}, plan, optimizer="sgd", clip=None, steps=2)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {**MOST, "positions": "learned"}
+    check_caught(bug, partial(check, changes, optimizer="sgd", clip=None, steps=2), monkeypatch)

@@ -1,12 +1,14 @@
 """Composed plans: dp × pp × tp equals one process, sends what its chapters say, refuses what does
 not go together."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from plans import BOUND, MOST, check, sent_by_axis, train
-from training import difference, global_batch, tiny
+from plans import MOST, check, sent_by_axis, train
+from planted import Bug, check_caught
+from training import global_batch, tiny
 
 import minidist as md
 from minidist.errors import MismatchError
@@ -19,37 +21,7 @@ from minidist.parallel.pipeline.stages import StageModel
 from minidist.parallel.tensor.tensor_parallel import TensorParallel
 
 # --------------------------------------------------------------------------- parallel equals serial
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"dp": 2, "tp": 2, "zero": 3},
-        {"dp": 3, "tp": 2, "zero": 2, "accumulate": 2},
-        {"pp": 3, "tp": 2},
-        {
-            "dp": 2,
-            "pp": 2,
-            "tp": 2,
-            "zero": 1,
-            "schedule": "zb-h1",
-            "microbatches": 3,
-            "checkpoint_blocks": "0,2",
-        },
-        {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb-h1"},
-        {"dp": 4, "pp": 2, "zero": 2, "shard": 2, "schedule": "interleaved", "accumulate": 2},
-        {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-v", "microbatches": 3},
-        {"dp": 2, "pp": 2, "zero": 3, "schedule": "dualpipe-v", "microbatches": 5},
-        {"pp": 2, "schedule": "interleaved", "stages_per_rank": 1},
-        {"dp": 2, "cp": 2, "zero": 2, "checkpoint_blocks": "all"},
-        {"pp": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "zero": 1},
-        {"cp": 2, "tp": 2, "attention": "all-to-all", "checkpoint_blocks": "scores"},
-    ],
-    ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()),
-)
-def test_equals_one_process(plan: dict[str, Any]) -> None:
-    check(MOST, plan)
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 @pytest.mark.soak  # tests/parallel/context/test_ulysses.py has shared key heads
@@ -74,40 +46,6 @@ def test_key_heads_that_several_ranks_hold(plan: dict[str, Any]) -> None:
     """One key head of three queries: two lie on one rank and one on the other."""
     ranks = check({**MOST, "heads": 3, "width": 12, "kv_heads": 1}, plan)
     assert sent_by_axis(ranks) == ranks[0]["formula"]["axes"]
-
-
-@pytest.mark.soak
-def test_uneven_shards_have_equal_bits() -> None:
-    """Three data ranks, whose sums depend on their order; heads that do not divide; check_replicas
-    looks."""
-    for zero in (0, 1):
-        check({**MOST, "heads": 3, "width": 12, "vocabulary": 13}, {"dp": 3, "tp": 2, "zero": zero})
-    check(MOST, {"dp": 3, "pp": 2, "zero": 1})
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["mpi", "tcp"])
-def test_processes(transport: str) -> None:
-    """In the default run tests/parallel/test_over_mpi.py has these plans, with the bits of
-    threads."""
-    plan = (
-        {"pp": 2, "tp": 2, "microbatches": 2}
-        if transport == "tcp"
-        else {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 2}
-    )
-    (serial,) = md.run(train, MOST, {}, size=1)
-    ranks = md.run(train, MOST, {"plan": plan}, size=4, transport=transport)
-    assert difference(ranks[3]["weights"], serial["weights"]) < BOUND
-    assert len({(rank["digest"], *rank["losses"]) for rank in ranks}) == 1
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm", "mpi"])
-def test_eight_ranks_everywhere(transport: str) -> None:
-    plan = {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "microbatches": 4}
-    (serial,) = md.run(train, MOST, {"steps": 20}, size=1)
-    ranks = md.run(train, MOST, {"plan": plan, "steps": 20}, size=8, transport=transport)
-    assert difference(ranks[7]["weights"], serial["weights"]) < BOUND
 
 
 @pytest.mark.sampled(every=2)
@@ -173,65 +111,72 @@ def test_the_scales_of_fp8_are_those_of_whole_matrices(kv_heads: int) -> None:
 # -------------------------------------------------------------------- the parity test sees the bugs
 
 
-@pytest.mark.sampled(every=6)
-@pytest.mark.parametrize(
-    "bug",
-    [
+BUGS = [
+    Bug(
         "ends not summed",
-        "norm too large",
+        hybrid_step,
+        "add_up",
+        lambda right, parts: None,
+        raises=MismatchError,
+    ),
+    Bug("norm too large", hybrid_step, "add_squares", lambda right, *given: 2 * right(*given)),
+    Bug(
         "norms counted on every tensor rank",
-        "table counted twice",
+        TensorParallel,
+        "counts",
+        lambda right, self, parameter: (
+            not isinstance(parameter, WeightShard) or right(self, parameter)
+        ),
+    ),
+    Bug("table counted twice", StageModel, "counts", lambda right, self, parameter: True),
+    Bug(
         "own dropout rows",
+        Trainer,
+        "_key",
+        lambda right, self, inputs, first: right(self, inputs, 0),
+    ),
+    Bug(
         "loss of all tensor ranks",
-    ],
-)
-def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if bug == "ends not summed":
-        monkeypatch.setattr(hybrid_step, "add_up", lambda parts: None)
-    elif bug == "norm too large":
-        add_squares = hybrid_step.add_squares
-        monkeypatch.setattr(hybrid_step, "add_squares", lambda *given: 2 * add_squares(*given))
-    elif bug == "norms counted on every tensor rank":
-        counts = TensorParallel.counts
-        monkeypatch.setattr(
-            TensorParallel,
-            "counts",
-            lambda self, parameter: (
-                not isinstance(parameter, WeightShard) or counts(self, parameter)
-            ),
-        )
-    elif bug == "table counted twice":
-        monkeypatch.setattr(StageModel, "counts", lambda self, parameter: True)
-    elif bug == "own dropout rows":
-        key = Trainer._key
-        monkeypatch.setattr(Trainer, "_key", lambda self, inputs, first: key(self, inputs, 0))
-    else:
-        run = Pipeline.run
-        monkeypatch.setattr(Pipeline, "run", lambda self, part, **told: 2 * run(self, part, **told))
-    with pytest.raises((AssertionError, MismatchError)):
-        check(MOST, {"pp": 2, "tp": 2, "microbatches": 2}, optimizer="sgd", clip=0.1)
+        Pipeline,
+        "run",
+        lambda right, self, part, **options: 2 * right(self, part, **options),
+    ),
+]
+
+
+@pytest.mark.sampled(every=6)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {"pp": 2, "tp": 2, "microbatches": 2}
+    check_caught(bug, partial(check, MOST, plan, optimizer="sgd", clip=0.1), monkeypatch)
+
+
+BUGS_OF_SHARED_HEADS = [
+    # equal but for the last bits
+    Bug(
+        "lie apart",
+        TensorParallel,
+        "held_alike",
+        lambda right, self, parameter: not isinstance(parameter, WeightShard),
+        raises=MismatchError,
+    ),
+    Bug("counted by each", WeightShard, "first_sharer", lambda right, self: True),
+    Bug(
+        "not added up",
+        hybrid_step,
+        "add_up",
+        lambda right, parts: None,
+        raises=MismatchError,
+    ),
+]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("bug", ["lie apart", "counted by each", "not added up"])
-def test_planted_bugs_in_shared_key_heads(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if bug == "lie apart":
-        monkeypatch.setattr(  # equal but for the last bits
-            TensorParallel,
-            "held_alike",
-            lambda self, parameter: not isinstance(parameter, WeightShard),
-        )
-    elif bug == "counted by each":
-        monkeypatch.setattr(WeightShard, "first_sharer", lambda self: True)
-    else:
-        monkeypatch.setattr(hybrid_step, "add_up", lambda parts: None)
-    with pytest.raises((AssertionError, MismatchError)):
-        check(
-            {**MOST, "heads": 3, "width": 12, "kv_heads": 1},
-            {"dp": 3, "tp": 2, "zero": 2},
-            optimizer="sgd",
-            clip=0.05,
-        )
+@pytest.mark.parametrize("bug", BUGS_OF_SHARED_HEADS, ids=str)
+def test_planted_bugs_in_shared_key_heads(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {**MOST, "heads": 3, "width": 12, "kv_heads": 1}
+    plan = {"dp": 3, "tp": 2, "zero": 2}
+    check_caught(bug, partial(check, changes, plan, optimizer="sgd", clip=0.05), monkeypatch)
 
 
 # ------------------------------------------------------------------------------------- cost, memory

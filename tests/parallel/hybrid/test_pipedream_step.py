@@ -1,6 +1,7 @@
 """PipeDream in a plan: equal to one process that uses weights as late as its definition says, also
 with replicas."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 from pipelines import replay_updates
 from plans import sent_by_axis
+from planted import Bug, check_caught
 from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist.cli.train import metrics
-from minidist.errors import PlanError
+from minidist.errors import MismatchError, PlanError
 from minidist.nn import GPT
+from minidist.parallel.data.ddp import DDP
 from minidist.parallel.hybrid import pipedream_step
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.step.step import micro_parts, part_of
@@ -172,25 +175,28 @@ def test_low_precision() -> None:
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("bug", ["gradients not summed", "own mean"])
-def test_planted_bugs_break_the_replay(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if bug == "own mean":
-        of_all = pipedream_step.HybridPipeDream._microbatches
-        monkeypatch.setattr(
-            pipedream_step.HybridPipeDream,
-            "_microbatches",
-            lambda self, batch: (
-                of_all(self, batch)[0],
-                [part.targets.size for part in of_all(self, batch)[0]],
-            ),
-        )
-    else:
-        from minidist.parallel.data.ddp import DDP
+def own_mean(right: Any, self: Any, batch: Any) -> tuple[list[Any], list[int]]:
+    """Each replica divides by its own tokens."""
+    parts, _ = right(self, batch)
+    return parts, [part.targets.size for part in parts]
 
-        monkeypatch.setattr(DDP, "finish_step", lambda self: None)
-    with pytest.raises((AssertionError, md.errors.MinidistError)):
-        check({"dp": 2, "pp": 2, "microbatches": 3}, 8)
+
+BUGS = [
+    Bug(
+        "gradients not summed",
+        DDP,
+        "finish_step",
+        lambda right, self: None,
+        raises=MismatchError,
+    ),
+    Bug("own mean", pipedream_step.HybridPipeDream, "_microbatches", own_mean),
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_the_replay(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_caught(bug, partial(check, {"dp": 2, "pp": 2, "microbatches": 3}, 8), monkeypatch)
 
 
 def test_a_checkpoint_goes_on_under_another_plan(tmp_path: Path) -> None:

@@ -3,17 +3,19 @@ without, every byte."""
 
 import inspect
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plans import BOUND, check, sent_by_axis, train
+from planted import Bug, check_caught
 from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist.device import account
 from minidist.device.account import MemoryAccount
-from minidist.errors import DiskError, MemoryLimitError, MinidistError, PlanError
+from minidist.errors import DiskError, MemoryLimitError, MismatchError, PlanError
 from minidist.nn import MixtureConfig
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.offload_disk import OnDisk, RunOnDisk
@@ -368,55 +370,52 @@ def test_what_cannot_be_is_one_line(options: dict[str, Any], says: str) -> None:
 # --------------------------------------------------------------------------- the tests see the bugs
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(
-    ("bug", "case"),
-    [
-        ("copies not summed", 3),
-        ("sums over tp not kept", 1),
-        ("the norm of the sums before", 1),
-        ("each pass summed over copies", 3),
-        ("copies not summed on disk", 8),
-    ],
-)
-def test_planted_bugs(bug: str, case: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted: dict[str, tuple[Any, str, Any]] = {
-        "copies not summed": (ZeroAxis, "sum_stored", lambda self: None),
-        "copies not summed on disk": (ZeroAxis, "sum_stored", lambda self: None),
-        "sums over tp not kept": (RunOnDisk, "show", of_a_copy(RunOnDisk.show)),
-        "the norm of the sums before": (RunOnDisk, "note_squares", once(RunOnDisk.note_squares)),
-        "each pass summed over copies": (GradientShards, "finish", summed(GradientShards.finish)),
-    }
-    changes, plan = CASES[case]
-    monkeypatch.setattr(*planted[bug])
-    with pytest.raises((AssertionError, MinidistError)):
-        check(changes, plan, optimizer="sgd", clip=0.05)
-
-
-def of_a_copy(show: Any) -> Any:
+def into_a_copy(right: Any, self: Any, sums: Any) -> Any:
     """What is written to the gradients while they are in memory is lost."""
-    return lambda self, sums: show(self, sums.copy())
+    return right(self, sums.copy())
 
 
-def once(note: Any) -> Any:
+def noted_once(right: Any, self: Any, flat: Any, sums: Any) -> None:
     """The squares are noted when a sum goes down, and not again when it has grown."""
-
-    def first(self: Any, flat: Any, sums: Any) -> None:
-        if inspect.stack()[1].function != "gradients":
-            note(self, flat, sums)
-
-    return first
+    if inspect.stack()[2].function != "gradients":  # of the caller of note_squares
+        right(self, flat, sums)
 
 
-def summed(finish: Any) -> Any:
+def summed_each_pass(right: Any, self: Any) -> None:
     """Each pass is summed over the copies, not the step alone."""
+    right(self)
+    for index, flat in enumerate(self.flats):
+        if self.sharing.has_copies(flat):
+            with self.store.gradients([flat]) as (shard,):
+                self.sharing.start_sum_of_copies(index, shard, "too early")
+                self.sharing.wait_for_copies()
 
-    def each(self: Any) -> None:
-        finish(self)
-        for index, flat in enumerate(self.flats):
-            if self.sharing.has_copies(flat):
-                with self.store.gradients([flat]) as (shard,):
-                    self.sharing.start_sum_of_copies(index, shard, "too early")
-                    self.sharing.wait_for_copies()
 
-    return each
+def options_of(case: int) -> dict[str, Any]:
+    """The model and the plan of one of CASES."""
+    changes, plan = CASES[case]
+    return {"changes": changes, "plan": plan}
+
+
+BUGS = [
+    Bug(
+        "copies not summed",
+        ZeroAxis,
+        "sum_stored",
+        lambda right, self: None,
+        options_of(3),
+        raises=MismatchError,
+    ),
+    Bug("sums over tp not kept", RunOnDisk, "show", into_a_copy, options_of(1)),
+    Bug("the norm of the sums before", RunOnDisk, "note_squares", noted_once, options_of(1)),
+    Bug("each pass summed over copies", GradientShards, "finish", summed_each_pass, options_of(3)),
+    Bug(
+        "copies not summed on disk", ZeroAxis, "sum_stored", lambda right, self: None, options_of(8)
+    ),
+]
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_caught(bug, partial(check, optimizer="sgd", clip=0.05), monkeypatch)

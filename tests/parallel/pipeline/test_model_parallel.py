@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import differ, train_stages
+from pipelines import STAGED, differ, train_stages
+from planted import Bug, check_caught
 from training import global_batch, tiny
 
 import minidist as md
@@ -18,7 +19,7 @@ from minidist.optim import SGD
 from minidist.parallel.pipeline.model_parallel import ModelParallel
 
 BOUND = 1e-10
-CHANGES = {"layers": 5, "tied": True, "dropout": 0.2}
+CHANGES = {**STAGED, "layers": 5}
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +35,6 @@ def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     assert all(differ(rank, serial) < BOUND for rank in ranks)
     # the table, twice
     assert size == 1 or sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + 1
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    "transport",
-    [
-        "threads-unbuffered",
-        "tcp",
-        pytest.param("shm", marks=pytest.mark.soak),
-        pytest.param("mpi", marks=pytest.mark.soak),
-    ],
-)
-def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport: str) -> None:
-    assert (
-        differ(
-            md.run(train_stages, "model parallel", CHANGES, size=3, transport=transport)[0], serial
-        )
-        < BOUND
-    )
 
 
 any_job = given(
@@ -102,48 +84,37 @@ def check_job(
     assert differ(many, one) < BOUND
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "tcp", "shm"])
-def test_equals_one_process_after_twenty_steps(transport: str) -> None:
-    one, many = (
-        md.run(
-            lambda world, name: train_stages(world, name, CHANGES, steps=20),
-            name,
-            size=count,
-            transport=transport,
-        )[0]
-        for name, count in (("single", 1), ("model parallel", 4))
-    )
-    assert differ(many, one) < BOUND
+def gradient_not_handed_back(right: Any, self: Any, work: Any, number: int) -> None:
+    """The stage before is given zeros."""
+    x, _ = work.kept[self.group.rank, number]
+    if x is not None:
+        x.register_hook(lambda dx: dx * 0.0)
+    right(self, work, number)
+
+
+BUGS = [
+    Bug("gradient not handed back", ModelParallel, "backward", gradient_not_handed_back),
+    Bug("table not summed", ModelParallel, "sum_ends", lambda right, self: None),
+    Bug(
+        "dropout of the first rows",
+        ModelParallel,
+        "run",
+        lambda right, self, part, **options: right(
+            self, replace(part, first=part.first + 1), **options
+        ),
+    ),
+]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "bug", ["gradient not handed back", "table not summed", "dropout of the first rows"]
-)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_planted_bugs_break_parity(
-    serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch
+    serial: dict[str, Any], bug: Bug, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if bug == "gradient not handed back":
-        backward = ModelParallel.backward
+    def check() -> None:
+        assert differ(md.run(train_stages, "model parallel", CHANGES, size=2)[0], serial) < BOUND
 
-        def stale(self: ModelParallel, work: Any, number: int) -> None:
-            x, _ = work.kept[self.group.rank, number]
-            if x is not None:
-                x.register_hook(lambda dx: dx * 0.0)
-            backward(self, work, number)
-
-        monkeypatch.setattr(ModelParallel, "backward", stale)
-    elif bug == "table not summed":
-        monkeypatch.setattr(ModelParallel, "sum_ends", lambda self: None)
-    else:
-        run = ModelParallel.run
-        monkeypatch.setattr(
-            ModelParallel,
-            "run",
-            lambda self, part, **told: run(self, replace(part, first=part.first + 1), **told),
-        )
-    assert not differ(md.run(train_stages, "model parallel", CHANGES, size=2)[0], serial) < 1e-6
+    check_caught(bug, check, monkeypatch)
 
 
 @pytest.mark.sampled

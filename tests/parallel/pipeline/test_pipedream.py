@@ -1,12 +1,13 @@
 """PipeDream: equal to one process that uses weights as late as the stages recorded; late and hungry
 by the formula."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 from pipelines import replay_updates
+from planted import Bug, check_caught
 from training import difference, global_batch, tiny
 
 import minidist as md
@@ -71,6 +72,11 @@ def replay(ranks: list[dict[str, Any]], microbatches: int) -> dict[str, Any]:
 @pytest.mark.parametrize("microbatches", [1, 3, 11])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_equals_the_replay(size: int, microbatches: int) -> None:
+    check_replay(size, microbatches)
+
+
+def check_replay(size: int, microbatches: int) -> None:
+    """The stages have the weights and losses of the replay."""
     ranks = md.run(run_stages, microbatches, size=size)
     again = replay(ranks, microbatches)
     assert difference(ranks[0]["weights"], again["weights"]) < BOUND
@@ -115,27 +121,29 @@ def test_copies_of_the_weights() -> None:
         assert result["held"] == [(4 - rank) * result["own"], result["own"]]
 
 
+def not_updated(right: Any, self: Any, microbatch: int, met: int) -> None:
+    """An update counts, and leaves the weights as they were."""
+    self.updates.append((microbatch, met))
+    self.version += 1
+    for weight in self.weights:
+        weight.zero_grad()
+
+
+BUGS = [
+    Bug(
+        "no stash",
+        pipedream.StashingPass,
+        "_put",
+        lambda right, self, arrays: right(self, [weight.data for weight in self.weights]),
+    ),
+    Bug("forward with old weights", pipedream.StashingPass, "_update", not_updated),
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("bug", ["no stash", "forward with old weights"])
-def test_planted_bugs_break_the_replay(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stashing = pipedream.StashingPass
-    if bug == "no stash":
-        put = stashing._put
-        monkeypatch.setattr(
-            stashing, "_put", lambda self, arrays: put(self, [w.data for w in self.weights])
-        )
-    else:
-        monkeypatch.setattr(
-            stashing,
-            "_update",
-            lambda self, microbatch, met: (
-                self.updates.append((microbatch, met)),
-                setattr(self, "version", self.version + 1),
-                [weight.zero_grad() for weight in self.weights],
-            ),
-        )
-    ranks = md.run(run_stages, 7, size=3)
-    assert not difference(ranks[0]["weights"], replay(ranks, 7)["weights"]) < 1e-6
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_the_replay(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_caught(bug, partial(check_replay, 3, 7), monkeypatch)
 
 
 def test_what_it_cannot_do() -> None:

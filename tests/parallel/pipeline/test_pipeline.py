@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import differ, train_stages
+from pipelines import STAGED, differ, train_stages
+from planted import Bug, check_caught
 from training import difference, global_batch, tiny
 
 import minidist as md
@@ -46,17 +47,17 @@ from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Part
 
 BOUND = 1e-10
-CHANGES = {"layers": 6, "tied": True, "dropout": 0.2}  # what most can go wrong in
 SCHEDULES = [name for name in ORDERS if name not in UPDATING]
 
 
 @pytest.fixture(scope="module")
 def serial() -> dict[str, Any]:
     """One process, three steps of five sequences."""
-    return md.run(train_stages, "single", CHANGES, size=1)[0]
+    return md.run(train_stages, "single", STAGED, size=1)[0]
 
 
 # --------------------------------------------------------------------------- parallel equals serial
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
@@ -95,18 +96,11 @@ def test_the_first_stage_may_be_frozen_between_two_steps(name: str) -> None:
 )
 def test_equals_one_process(serial: dict[str, Any], name: str, size: int) -> None:
     """Microbatches of two rows and of one; weights at both ends; layers that do not divide."""
-    ranks = md.run(train_stages, name, CHANGES, size=size)
+    ranks = md.run(train_stages, name, STAGED, size=size)
     assert differ(ranks[0], serial) < BOUND
     assert len({tuple(rank["losses"]) for rank in ranks}) == 1
     twice = size > 1 and name not in V_SHAPED  # the table is at both ends
     assert sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + twice
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("transport", ["tcp", "threads-unbuffered", "shm"])
-def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport: str) -> None:
-    ranks = md.run(train_stages, "interleaved", CHANGES, size=2, transport=transport)
-    assert differ(ranks[1], serial) < BOUND
 
 
 any_job = given(
@@ -183,33 +177,10 @@ def check_job(
         assert differ(rank, alone) < BOUND
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_equals_one_process_after_twenty_steps(name: str, transport: str) -> None:
-    changes = {**CHANGES, "width": 16, "layers": 8}
-    options = {"steps": 20, "sequences": 9}
-    alone = md.run(lambda world: train_stages(world, "single", changes, **options), size=1)[0]
-    for size in (2, 3, 4, 5):
-        if transport == "mpi":
-            ranks = md.run(
-                train_stages, name, {**changes, "layers": 8}, size=size, transport=transport
-            )
-            short = md.run(lambda world: train_stages(world, "single", changes), size=1)[0]
-            assert differ(ranks[0], short) < BOUND
-        else:
-            ranks = md.run(
-                lambda world: train_stages(world, name, changes, **options),
-                size=size,
-                transport=transport,
-            )
-            assert differ(ranks[0], alone) < BOUND
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("layers", [[0, 1, 5], [3, 3, 0], [1, 4, 1]])
 def test_uneven_splits(serial: dict[str, Any], layers: list[int]) -> None:
-    ranks = md.run(lambda world: train_stages(world, "1f1b", CHANGES, layers=layers), size=3)
+    ranks = md.run(lambda world: train_stages(world, "1f1b", STAGED, layers=layers), size=3)
     assert differ(ranks[0], serial) < BOUND
     held = [
         len({name.split(".")[1] for name in rank["own"] if name.startswith("blocks.")})
@@ -221,57 +192,50 @@ def test_uneven_splits(serial: dict[str, Any], layers: list[int]) -> None:
 # -------------------------------------------------------------------- the parity test sees the bugs
 
 
-@pytest.mark.sampled(every=6)
-@pytest.mark.parametrize(
-    "bug",
-    [
-        "table not summed",
+def first_row_forgotten(right: Any, part: Part, count: int) -> list[Part]:
+    """Each microbatch draws the dropout of the batch's first rows."""
+    return [Part(micro.inputs, micro.targets, 0) for micro in right(part, count)]
+
+
+BUGS = [
+    Bug("table not summed", Pipeline, "sum_ends", lambda right, self: None),
+    Bug(
         "table counted twice",
-        "own norm",
-        "first row forgotten",
+        Pipeline,
+        "_squares",
+        lambda right, self: stages_module.sum_in_order(
+            self.group, stages_module.sum_of_squares(p.grad for p in self.weights)
+        ),
+    ),
+    Bug("own norm", stages_module, "sum_in_order", lambda right, group, value: value),
+    Bug("first row forgotten", pipeline_module, "micro_parts", first_row_forgotten),
+    Bug(
         "microbatch divisor",
+        stages_module.Stages,
+        "forward",
+        lambda right, self, stage, x, *, targets, divisor, key: right(
+            self, stage, x, targets=targets, divisor=4 * targets.size, key=key
+        ),
+    ),
+    Bug(
         "weights' half forgotten",
-    ],
-)
+        stages_module.StagePass,
+        "backward_weights",
+        lambda right, self, stage, microbatch: None,
+        {"name": "zb-h1"},
+    ),
+]
+
+
+@pytest.mark.sampled(every=6)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_planted_bugs_break_parity(
-    serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch
+    serial: dict[str, Any], bug: Bug, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "zb-h1" if bug.startswith("weights") else "1f1b"
-    if bug == "table not summed":
-        monkeypatch.setattr(Pipeline, "sum_ends", lambda self: None)
-    elif bug == "table counted twice":
-        monkeypatch.setattr(
-            Pipeline,
-            "_squares",
-            lambda self: stages_module.sum_in_order(
-                self.group, stages_module.sum_of_squares(p.grad for p in self.weights)
-            ),
-        )
-    elif bug == "own norm":
-        monkeypatch.setattr(stages_module, "sum_in_order", lambda group, value: value)
-    elif bug == "first row forgotten":
-        micro = pipeline_module.micro_parts
-        monkeypatch.setattr(
-            pipeline_module,
-            "micro_parts",
-            lambda part, count: [
-                type(part)(part.inputs, part.targets, 0) for part in micro(part, count)
-            ],
-        )
-    elif bug == "microbatch divisor":
-        forward = stages_module.Stages.forward
-        monkeypatch.setattr(
-            stages_module.Stages,
-            "forward",
-            lambda self, stage, x, *, targets, divisor, key: forward(
-                self, stage, x, targets=targets, divisor=4 * targets.size, key=key
-            ),
-        )
-    else:
-        monkeypatch.setattr(
-            stages_module.StagePass, "backward_weights", lambda self, stage, microbatch: None
-        )
-    assert not differ(md.run(train_stages, name, CHANGES, size=3)[0], serial) < 1e-6
+    def check(name: str = "1f1b") -> None:
+        assert differ(md.run(train_stages, name, STAGED, size=3)[0], serial) < BOUND
+
+    check_caught(bug, check, monkeypatch)
 
 
 def in_half_precision(world: Any, name: str, dtype: str, scale: float) -> dict[str, Any]:

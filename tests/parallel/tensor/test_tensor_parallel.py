@@ -1,21 +1,21 @@
 """Tensor parallelism: equal to one process, at the cost its docstring states, whatever the
 sizes."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
+from planted import Bug, check_caught
 from split import (
     BOUND,
     SIZES,
     any_job,
     blocks_again,
     check_equal,
-    check_same_bits,
-    check_twenty_steps,
+    check_parity,
     run,
     same_bits,
     tensor,
@@ -47,13 +47,7 @@ def serial() -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------- parallel equals serial
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
-    """Heads (8), hidden numbers (64) and vocabulary (13) that do not divide."""
-    check_equal(run(tensor, size, {}), serial)
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 def test_a_group_of_one_rank(serial: dict[str, Any]) -> None:
@@ -61,11 +55,6 @@ def test_a_group_of_one_rank(serial: dict[str, Any]) -> None:
     alone = run(tensor, 1, {}, axis=TensorParallel)[0]
     assert difference(alone["weights"], serial["weights"]) < BOUND
     assert not any(nbytes for verbs in alone["sent"].values() for nbytes in verbs.values())
-
-
-@pytest.mark.soak
-def test_same_bits_over_tcp() -> None:
-    check_same_bits(tensor, "tcp")
 
 
 @settings(max_examples=3)
@@ -80,13 +69,6 @@ def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) ->
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
     check_job(size, changes, options, steps=3)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_twenty_steps(tensor, size, transport, context=16)
 
 
 def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:
@@ -201,103 +183,73 @@ def test_activations_inside_the_regions_are_divided() -> None:
 
 # -------------------------------------------------------------------- the parity test sees the bugs
 
-Spoil = Callable[[pytest.MonkeyPatch], Callable[[GPT], None] | None]
+
+def contiguous_columns(
+    right: Any, heads: int, keys: int, width: int, shares: Any
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """qkv cut as one matrix: a rank gets queries of all heads and no values."""
+    columns = 3 * heads * width
+    return [(np.arange(columns)[part], np.arange(0)) for part in even_slices(columns, len(shares))]
 
 
-def no_f(patch: pytest.MonkeyPatch) -> None:
-    """Megatron's f forgotten: what enters the regions is not all-reduced in backward."""
-    patch.setattr(tensor_layers.TensorRegion, "enter", lambda self, x: x)
-
-
-def reduce_twice(patch: pytest.MonkeyPatch) -> None:
-    """g's backward as the sum that it need not be."""
-    patch.setattr(
+BUGS = [
+    # Megatron's f: what enters the regions is all-reduced in backward
+    Bug("no f", tensor_layers.TensorRegion, "enter", lambda right, self, x: x),
+    # Megatron's g: its backward is the identity, here it is a sum
+    Bug(
+        "reduces twice",
         tensor_layers.TensorRegion,
         "leave",
-        lambda self, x: collectives.copy_to(
+        lambda right, self, x: collectives.copy_to(
             collectives.reduce_from(x, group=self.group), group=self.group
         ),
-    )
-
-
-def bias_before_the_sum(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
+    ),
+    Bug(
+        "bias before the sum",
         tensor_layers.RowLinear,
         "forward",
-        lambda self, x: self.region.leave(ops.linear(x, self.weight, self.bias)),
-    )
-
-
-def shared_heads_not_added(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hybrid_step, "add_up", lambda parts: None)
-
-
-def norm_counts_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TensorParallel, "counts", lambda self, parameter: True)
-
-
-def contiguous_columns(patch: pytest.MonkeyPatch) -> None:
-    """qkv cut as one matrix: a rank gets queries of all heads and no values."""
-    patch.setattr(
-        tensor_layers,
-        "head_columns",
-        lambda heads, keys, width, shares: [
-            (np.arange(3 * heads * width)[part], np.arange(0))
-            for part in even_slices(3 * heads * width, len(shares))
-        ],
-    )
-
-
-def target_counted_everywhere(patch: pytest.MonkeyPatch) -> None:
-    """Ids of other ranks' slices wrap round: negative indices."""
-    patch.setattr(
+        lambda right, self, x: self.region.leave(ops.linear(x, self.weight, self.bias)),
+    ),
+    Bug(
+        "shared heads not added",
+        hybrid_step,
+        "add_up",
+        lambda right, parts: None,
+        {"changes": {"kv_heads": 1}},
+    ),
+    Bug(
+        "norm counts twice",
+        TensorParallel,
+        "counts",
+        lambda right, self, parameter: True,
+        {"clip": 0.1},
+    ),
+    Bug("contiguous columns", tensor_layers, "head_columns", contiguous_columns),
+    # ids of other ranks' slices wrap round, as negative indices do
+    Bug(
+        "target counted everywhere",
         tensor_layers.SplitEmbedding,
         "forward",
-        lambda self, ids: self.region.leave(
+        lambda right, self, ids: self.region.leave(
             ops.embedding(self.weight, (ids - self.rows.start) % self.weight.shape[0])
         ),
-    )
+    ),
+]
+
+
+def with_biases(model: GPT) -> None:
+    """Biases begin at 1, so that a bias that is added once per rank shows at once."""
+    for name, parameter in model.named_parameters():
+        if "bias" in name.split("."):
+            parameter.init = type(parameter.init)("ones")
 
 
 @pytest.mark.sampled(every=7)
-@pytest.mark.parametrize(
-    "bug",
-    [
-        no_f,
-        reduce_twice,
-        bias_before_the_sum,
-        shared_heads_not_added,
-        norm_counts_twice,
-        contiguous_columns,
-        target_counted_everywhere,
-    ],
-    ids=lambda bug: bug.__name__,
-)
-def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     """With SGD: Adam forgives a wrong scale. Clipped only where clipping is the bug."""
-    changes: dict[str, Any] = {"kv_heads": 1} if bug is shared_heads_not_added else {}
-    options: dict[str, Any] = {
-        "optimizer": SGD,
-        "clip": 0.1 if bug is norm_counts_twice else None,
-        "steps": 2,
-        "seed": 4,
-    }
-
-    def with_biases(model: GPT) -> None:
-        for name, parameter in model.named_parameters():
-            if "bias" in name.split("."):
-                parameter.init = type(parameter.init)("ones")
-
-    serial = run(tensor, 1, changes, spoil=with_biases, **options)[0]
-    assert (
-        difference(
-            run(tensor, 4, changes, spoil=with_biases, **options)[0]["weights"], serial["weights"]
-        )
-        < BOUND
-    )
-    bug(monkeypatch)
-    wrong = run(tensor, 4, changes, spoil=with_biases, **options)
-    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in wrong)
+    job: dict[str, Any] = {"changes": {}, "optimizer": SGD, "clip": None, "seed": 4}
+    check_caught(bug, partial(check_parity, tensor, 4, spoil=with_biases, **job), monkeypatch)
 
 
 # -------------------------------------------------------------------------------------------- parts

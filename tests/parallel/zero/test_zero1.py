@@ -1,13 +1,16 @@
 """ZeRO-1: equal to one process, at DDP's traffic, with the optimizer's state divided."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import Bug, check_caught
+from strategies import any_zero_job
 from training import SMALL_BUCKETS, difference, global_batch, tiny
-from zero import BOUND, any_job, check_equal, sent_for_training, train
+from zero import BOUND, check_equal, sent_for_training, train
 
 import minidist as md
 from minidist.autograd.tensor import Parameter
@@ -21,37 +24,11 @@ from minidist.parallel.zero.replica import ParameterArrivals
 from minidist.parallel.zero.zero1 import Zero1
 
 # --------------------------------------------------------------------------- parallel equals serial
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("size", [5, 1, 2])  # the default run takes the first
-def test_equals_one_process(size: int) -> None:
-    ranks = check_equal(1, size)
-    assert md.run(lambda world: train(world, 1), size=size)[0]["digest"] == ranks[0]["digest"]
-
-
-@pytest.mark.soak
-def test_same_bits_over_tcp() -> None:
-    over_threads = md.run(lambda world: train(world, 1), size=3)[0]
-    assert check_equal(1, 3, transport="tcp")[0]["digest"] == over_threads["digest"]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_equal(
-        1,
-        size,
-        {"context": 16, "width": 16, "layers": 3},
-        transport=transport,
-        steps=20,
-        sequences=9,
-    )
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 @settings(max_examples=3)
-@any_job
+@any_zero_job
 def test_any_job(size: int, accumulate: int, options: dict[str, Any]) -> None:
     """Uneven parts and shards, ranks without a row, accumulation, a weight used twice, frozen
     weights."""
@@ -60,35 +37,37 @@ def test_any_job(size: int, accumulate: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.soak
 @settings(max_examples=200)
-@any_job
+@any_zero_job
 def test_very_many_jobs(size: int, accumulate: int, options: dict[str, Any]) -> None:
     """The same, more often."""
     check_equal(1, size, steps=2, step_options={"accumulate": accumulate}, **options)
 
 
+BUGS = [
+    Bug(
+        "averages twice",
+        Zero1,
+        "forward",
+        lambda right, self, part, divisor: right(self, part, divisor=divisor * 2),
+        {"clip": None},
+    ),
+    Bug("clips by its own norm", shards, "sum_in_order", lambda right, group, value: value),
+    Bug("keeps its weights", ParameterArrivals, "start", lambda right, self: None),
+    Bug(
+        "reduces each pass",
+        Zero1,
+        "backward",
+        lambda right, self, share, last: right(self, share, last=True),
+        raises=GradientError,  # what was reduced already is refused
+    ),
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "bug", ["averages twice", "clips by its own norm", "keeps its weights", "reduces each pass"]
-)
-def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"optimizer": "sgd", "clip": 0.1, "step_options": {"accumulate": 2}}
-    if bug == "averages twice":
-        options["clip"] = None
-        forward = Zero1.forward
-        monkeypatch.setattr(
-            Zero1, "forward", lambda self, part, divisor: forward(self, part, divisor=divisor * 2)
-        )
-    elif bug == "clips by its own norm":
-        monkeypatch.setattr(shards, "sum_in_order", lambda group, value: value)
-    elif bug == "keeps its weights":
-        monkeypatch.setattr(ParameterArrivals, "start", lambda self: None)
-    else:
-        backward = Zero1.backward
-        monkeypatch.setattr(
-            Zero1, "backward", lambda self, share, last: backward(self, share, last=True)
-        )
-    with pytest.raises((AssertionError, GradientError)):  # reducing what was reduced is refused
-        check_equal(1, 3, **options)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = partial(check_equal, 1, 3, optimizer="sgd", clip=0.1, step_options={"accumulate": 2})
+    check_caught(bug, check, monkeypatch)
 
 
 # ------------------------------------------------------------------------------------ what it costs

@@ -1,12 +1,14 @@
 """ZeRO-3: equal to one process, 3AΨ of traffic, and never more weights than the shard, two units
 and the root."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import Bug, check_caught
 from training import CHOICES, Chooser, difference, global_batch, tiny
 from zero import BOUND, check_equal, sent_for_training, train
 
@@ -22,33 +24,7 @@ from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.zero3 import Zero3
 
 # --------------------------------------------------------------------------- parallel equals serial
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("size", [5, 1, 2])  # the default run takes the first
-def test_equals_one_process(size: int) -> None:
-    ranks = check_equal(3, size)
-    assert md.run(lambda world: train(world, 3), size=size)[0]["digest"] == ranks[0]["digest"]
-
-
-@pytest.mark.soak
-def test_same_bits_over_tcp() -> None:
-    over_threads = md.run(lambda world: train(world, 3), size=3)[0]
-    assert check_equal(3, 3, transport="tcp")[0]["digest"] == over_threads["digest"]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_equal(
-        3,
-        size,
-        {"context": 16, "width": 16, "layers": 3},
-        transport=transport,
-        steps=20,
-        sequences=9,
-    )
+# tests/parallel/test_parity.py has whole trainings on fixed sizes, over every transport
 
 
 any_job = given(
@@ -121,26 +97,33 @@ def test_ranks_that_use_different_parameters() -> None:
         assert difference(weights, serial) < BOUND
 
 
+BUGS = [
+    Bug(
+        "forgets to add",
+        GradientShards,
+        "take_sum",
+        lambda right, self: (right(self), self.forget())[0],
+    ),
+    Bug(
+        "stale weights",
+        Unit,
+        "free",
+        lambda right, self: None if self._whole and self.calls == 0 else right(self),
+    ),
+    Bug(
+        "skips a unit",
+        Zero3,
+        "_reduce",
+        lambda right, self, unit: unit.name == "norm" or right(self, unit),
+    ),
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("bug", ["forgets to add", "stale weights", "skips a unit"])
-def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if bug == "forgets to add":
-        take_sum = GradientShards.take_sum
-        monkeypatch.setattr(
-            GradientShards, "take_sum", lambda self: (take_sum(self), self.forget())[0]
-        )
-    elif bug == "stale weights":
-        free = Unit.free
-        monkeypatch.setattr(
-            Unit, "free", lambda self: None if self._whole and self.calls == 0 else free(self)
-        )
-    else:
-        reduce = Zero3._reduce
-        monkeypatch.setattr(
-            Zero3, "_reduce", lambda self, unit: unit.name == "norm" or reduce(self, unit)
-        )
-    with pytest.raises(AssertionError):
-        check_equal(3, 3, optimizer="sgd", clip=None, step_options={"accumulate": 2})
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_planted_bugs_break_parity(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = partial(check_equal, 3, 3, optimizer="sgd", clip=None, step_options={"accumulate": 2})
+    check_caught(bug, check, monkeypatch)
 
 
 # ------------------------------------------------------------------------------------ what it costs
