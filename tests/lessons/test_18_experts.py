@@ -103,7 +103,7 @@ def test_what_leaves_a_node_otherwise() -> None:
     """Placed by choices or limited; and a limit alone saves nothing if each row travels for
     itself."""
     once = check_rows(
-        {"a token once a node": {}, "instead: experts of one node only": {"node_limit": 1}}
+        {"a token once a node": {}, "and experts of one node only": {"node_limit": 1}}
     )
     check_rows({"and experts placed by its choices": {"placement": once.order}})
     flat = check_rows({"every row for itself": {}}, once_a_node=False)

@@ -39,7 +39,7 @@ WRONG = {
     "the sign": {8: "share * (p.data - weights)"},
     "momentum without the look ahead": {9: "lr * speed"},
     "no momentum": {9: "lr * gradient"},
-    "does not go on from there": {10: "pass"},
+    "every rank continues from them": {10: "pass"},
     "the positions travel too": {11: "2 / ranks"},
     "an all-gather grows with the ranks": {11: "itemsize / (4 + itemsize)"},
     "a position has 4 bytes": {11: "1 / ranks"},
