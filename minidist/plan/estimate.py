@@ -507,8 +507,9 @@ class Columns:
             np.maximum(dp["ends gather"] / 2, gathers - forward),
             0.0,
         )
+        # the sums of a unit begin when the next unit's reduction does
         copies = np.maximum(
-            dp["copies"] + half * dp["ends copies"],
+            np.minimum(2, layers) * dp["copies"] + dp["ends copies"] / 2,
             layers * dp["copies"] + half * dp["ends copies"] - hidden,
         )
         return np.where(self.copies > 1, once + late + copies, 0.0)
