@@ -75,13 +75,12 @@ def _add_row(table: Table, place: str, choice: Choice, ranking: Ranking) -> None
     if ranking.objective in _UNITS:
         cost, energy = (found.dollars, found.joules) if found else (choice.dollars, choice.joules)
         figures = [f"{(cost if ranking.objective == 'cost' else energy) or 0.0:.4g}"]
-    fits = found is None or found.fits
     table.add_row(
         place,
         f"{choice.known_seconds:.4g}",
         f"{ranking.mfu(choice):.1%}",
         f"{choice.known_total / GIB:.3g}",
-        choice.known_by if fits else "replayed: does not fit",
+        choice.known_by if choice.fits else "replayed: does not fit",
         *figures,
         choice.text,
     )

@@ -183,6 +183,8 @@ class Columns:
         self.chunks = np.where((schedule == SCHEDULES.index("interleaved")) | self.v_shaped, 2, 1)
         # share of the ends (embedding, output) on a rank that has one of them
         self.end = np.where((self.pp == 1) | self.v_shaped, 1.0, 0.5)
+        # share of the ends in the embedding, whose calls are the first and the last
+        self.table = 1.0 if model.config.tied else 0.5
         self.layers = np.ceil(model.config.layers / (self.pp * self.chunks)) * self.chunks
         self.again = found.column("recomputed") == 1
         self.deferred = (schedule == SCHEDULES.index("zb-h1")) & (self.pp > 1)
@@ -375,10 +377,12 @@ class Columns:
         numbers = layers * self.per_layer["numbers"] + self.per_ends["numbers"] * self.end
         share = numbers / np.where(self.zero >= 1, _parts(self.found), 1)
         away = self.found.column("offload")
-        # ZeRO-2 and 3 add the sum of each microbatch but the first
-        adds = np.where((self.zero >= 2) & (self.copies > 1) & (away == 0), pieces - 1, 0)
-        found["update"] = share * (
-            np.where(away == 1, 0.0, self.model.update_seconds) + adds * self.model.add_seconds
+        found["update"] = np.where(away == 1, 0.0, share * self.model.update_seconds)
+        # each microbatch but the first adds its gradients to those before: whole ones, or with
+        # ZeRO-2 and 3 sums
+        added = np.where((self.zero >= 2) & (self.copies > 1), share, numbers)
+        found["compute"] = found["compute"] + np.where(
+            away == 0, (pieces - 1) * added * self.model.add_seconds, 0.0
         )
         found["offload"] = self._offload(share, found["compute"] / 3)
         return found
@@ -448,7 +452,9 @@ class Columns:
         which a rank of a pipeline has one: ZeRO-3's gather of the first that a pass needs, and the
         reduction of the embedding, which is the last."""
         gathered = np.where(self.zero == 3, self.end * dp["ends gather"], 0.0)
-        reduced = np.where(self.split, self.end, 0.5) * dp["ends reduce"]
+        if self.model.config.tied:  # the root: gathered once per step
+            gathered = np.where(self.zero == 3, 2 * dp["ends gather"] / self.pieces, 0.0)
+        reduced = np.where(self.split, self.end, self.table) * dp["ends reduce"]
         return np.where(self.copies > 1, gathered + np.where(self.zero >= 2, reduced, 0.0), 0.0)
 
     def _bubble(self, forward: np.ndarray, inputs: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -500,11 +506,13 @@ class Columns:
         half = self.end
         reduced = layers * dp["reduce"] + half * dp["ends reduce"]
         hidden = np.where(piped, 0.0, backward)
-        once = np.where(self.zero <= 1, np.maximum(dp["ends reduce"] / 2, reduced - hidden), 0.0)
+        once = np.where(
+            self.zero <= 1, np.maximum(self.table * dp["ends reduce"], reduced - hidden), 0.0
+        )
         gathers = layers * dp["gather"] + half * dp["ends gather"]
         late = np.where(
             (self.zero == 1) | (self.zero == 2),
-            np.maximum(dp["ends gather"] / 2, gathers - forward),
+            np.maximum(self.table * dp["ends gather"], gathers - forward),
             0.0,
         )
         # the sums of a unit begin when the next unit's reduction does

@@ -76,6 +76,11 @@ class Choice:
         return float(found.peak(found.fullest)["total"]) if found else self.total
 
     @property
+    def fits(self) -> bool:
+        """True unless the replay found that the plan does not fit into memory."""
+        return self.confirmed is None or self.confirmed.fits
+
+    @property
     def known_by(self) -> str:
         """What known_seconds and known_total come from: "replayed" or "estimated"."""
         return "replayed" if self.confirmed else "estimated"
@@ -109,7 +114,7 @@ class Choice:
             "joules": self.joules,
             "confirmed_seconds": self.confirmed and self.confirmed.step_seconds,
             "confirmed_bytes": self.confirmed and self.known_total,
-            "fits": self.confirmed is None or self.confirmed.fits,
+            "fits": self.fits,
         }
 
 
@@ -284,6 +289,23 @@ def replay_seconds(plan: Plan, config: GPTConfig) -> float:
     return 0.2 + layers * (4e-3 * again + 1e-3 * (tensor + data))
 
 
+def replayed(
+    choice: Choice, ranking: Ranking, *, rates: Rates | None = None, optimizer: str = "adamw"
+) -> Choice:
+    """Return a plan of the ranking, confirmed by the replay. Args: rates, optimizer: as plan_for.
+    Raises: PlanError, ConfigError for what the replay cannot run."""
+    found = simulate(
+        choice.plan,
+        ranking.config,
+        ranking.cluster,
+        batch=ranking.batch,
+        order=choice.order,
+        rates=rates,
+        optimizer=optimizer,
+    )
+    return replace(choice, confirmed=found)
+
+
 def _confirmed(
     ranking: Ranking, count: int | None, rates: Rates | None, optimizer: str, show: Progress
 ) -> Ranking:
@@ -301,20 +323,11 @@ def _confirmed(
             break
         show.at(len(ran), wanted, f"simulating {choice.text}")
         try:
-            found = simulate(
-                choice.plan,
-                ranking.config,
-                ranking.cluster,
-                batch=ranking.batch,
-                order=choice.order,
-                rates=rates,
-                optimizer=optimizer,
-            )
+            choice = replayed(choice, ranking, rates=rates, optimizer=optimizer)
         except (PlanError, ConfigError):
             removed.append(place)
             continue
-        choice = replace(choice, confirmed=found)
-        if found.fits:
+        if choice.fits:
             ran.append(choice)
         else:
             removed.append(place)
