@@ -132,7 +132,7 @@ def test_the_table_by_size_row_by_row() -> None:
     at 175."""
     rows = list(LESSON.lab.advised())
     assert all(row.advised is not None for row in rows)
-    losses = [row.advised.step_seconds / row.best.step_seconds - 1 for row in rows]
+    losses = [row.advised.known_seconds / row.best.known_seconds - 1 for row in rows]
     assert (
         all(loss >= 0 for loss in losses)
         and losses[0] < 0.01 < losses[1]
