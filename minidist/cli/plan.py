@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--confirm",
         type=whole_number(0, 10**9),
         metavar="K",
-        help="run the best K through the simulator too (default: up to "
+        help="run the best K through the simulator too, and show them first (default: about "
         f"{MOST_CONFIRMED}, as long as that takes less than about {AFFORDABLE:g} s; 0: none)",
     )
     add(

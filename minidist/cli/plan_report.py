@@ -61,7 +61,7 @@ def _ranked_by(ranking: Ranking) -> str:
     """Return by what the plans are ranked: formulas, and for the best few the replay."""
     ran = len(ranking.confirmed)
     if ran:
-        return f"by formulas, the best {ran} by replay"
+        return f"by formulas, {ran} of the best by replay"
     seconds = replay_seconds(ranking.choice(0).plan, ranking.config)
     return (
         "by formulas (--confirm 1 simulates the best, which takes "

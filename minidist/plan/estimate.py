@@ -32,8 +32,8 @@ and layouts.py):
                weight backward; with ZeRO-2 and 3 then the gradients of a whole stage
 
 The replay (md.simulate) does not use these formulas: it confirms the best plans. Tests compare the
-two. Drawn plans of 8 and 16 devices are within 9 % in seconds and 6 % in memory
-(tests/plan/test_estimate.py). Left out: calls of different axes that share links, which the replay
+two. Drawn plans are within 8 % in seconds and 6 % in memory (tests/plan/test_estimate.py); a model
+of a few milliseconds a step, whose kernels are short, within 10 %. Left out: calls of different axes that share links, which the replay
 slows down, and offloads beside a pipeline, whose estimates may be 20 % too short.
 """
 

@@ -34,7 +34,7 @@ from minidist.simulate.simulate import simulate
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
 MOST_TRIED = 3  # plans that the replay runs at most, per plan to confirm
-MOST_CONFIRMED = 3  # plans that confirm=None confirms at most
+MOST_CONFIRMED = 3  # plans that confirm=None confirms, or more if estimates were too good
 AFFORDABLE = 20.0  # seconds of replays (replay_seconds) that confirm=None spends at most
 MOST_DOUBLED = 8  # times that the nodes are doubled in search of a cluster that is large enough
 
@@ -124,7 +124,8 @@ class Ranking:
 
     Attributes: order: numbers of candidates; enumerated: number of plans before pruning; confirmed:
                 plans that the replay ran, the best first; refused: plans that do not fit there, and
-                so lost their places.
+                so lost their places; mixed: plans that the replay ran stand among the others by
+                known figures, else before them.
     """
 
     config: GPTConfig
@@ -136,6 +137,7 @@ class Ranking:
     enumerated: int
     confirmed: tuple[Choice, ...] = ()
     refused: tuple[Choice, ...] = ()
+    mixed: bool = False
 
     def __len__(self) -> int:
         return len(self.order)
@@ -154,14 +156,17 @@ class Ranking:
         )
 
     def top(self, count: int) -> list[Choice]:
-        """Return the best plans; first the plans that the replay ran."""
+        """Return the best plans; if not `mixed`, first the plans that the replay ran."""
         ran = {(choice.plan, choice.order) for choice in self.confirmed}
         others = [
             choice
             for choice in map(self.choice, range(min(count + len(ran), len(self))))
             if (choice.plan, choice.order) not in ran
         ]
-        return [*self.confirmed, *others][:count]
+        found = [*self.confirmed, *others]
+        if self.mixed:
+            found.sort(key=lambda choice: _figure(choice, self.objective))
+        return found[:count]
 
     @cached_property
     def best(self) -> Choice:
@@ -206,8 +211,9 @@ def plan_for(
              minimise, one of OBJECTIVES.
              precision: of all plans, as Plan's. optimizer: as Trainer's.
              rates: seconds of kernels (default: of the cluster's device). confirm: number of the
-             best plans that the replay (md.simulate) runs too, and ranks; None: at most
-             MOST_CONFIRMED, while their replays take less than about AFFORDABLE seconds.
+             best plans that the replay (md.simulate) runs too, and places first; None:
+             MOST_CONFIRMED, and more until no estimate is better than the best of them, as long as
+             their replays take less than about AFFORDABLE seconds; all are ranked by what is known.
              show: of the plans that are replayed.
     Returns: a Ranking of the plans that fit into memory.
     Raises:  ConfigError, one line: an unknown cluster, a batch that does not divide, or a model
@@ -318,8 +324,11 @@ def _confirmed(
     left = AFFORDABLE if count is None else inf
     for place in range(min(MOST_TRIED * wanted, len(ranking))):
         choice = ranking.choice(place)
+        best = min((_figure(other, ranking.objective) for other in ran), default=inf)
+        if len(ran) >= wanted and (count is not None or _figure(choice, ranking.objective) >= best):
+            break
         left -= replay_seconds(choice.plan, ranking.config)
-        if len(ran) == wanted or left < 0:
+        if left < 0:
             break
         show.at(len(ran), wanted, f"simulating {choice.text}")
         try:
@@ -338,17 +347,18 @@ def _confirmed(
         order=np.delete(ranking.order, removed),
         confirmed=tuple(ran),
         refused=tuple(refused),
+        mixed=count is None,
     )
 
 
 def _figure(choice: Choice, objective: str) -> float:
-    found = choice.confirmed
-    assert found is not None
+    """Return what a ranking minimises: by the replay if it ran the plan, else estimated."""
+    found = choice.confirmed or choice
     values: dict[str, float | None] = {
-        "time": found.step_seconds,
+        "time": choice.known_seconds,
         "cost": found.dollars,
         "energy": found.joules,
-        "memory": float(found.peak(found.fullest)["total"]),
+        "memory": choice.known_total,
     }
     return values[objective] or 0.0
 

@@ -90,8 +90,9 @@ def test_the_fast_path_is_near_the_replay(estimates: Estimates, wanted: dict[str
 SLOW = Cluster.parse("a100-80g:2x4")
 WIDE = GPTConfig(vocabulary=8192, context=2048, layers=8, width=4096, heads=32, positions="rotary")
 """Calls of the data axis take as long as the computing that they could hide behind."""
-ANY = {"seconds": 0.09, "bytes": 0.06}
-"""The bounds of a drawn plan, as shares of the replay's; the worst of 144 are 8.0 % and 4.2 %."""
+ANY = {"seconds": 0.08, "bytes": 0.06}
+"""The bounds of a drawn plan, as shares of the replay's; the worst of the 144 below are 5.7 % and
+4.6 %, their means 1.1 % and 0.8 %."""
 
 
 def drawn(schedule: str | None, zero: int, count: int) -> Candidates:
@@ -131,7 +132,7 @@ def require_near(found: Candidates) -> None:
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
 def test_any_plan_is_near_the_replay(schedule: str | None, zero: int) -> None:
     """With ZeRO-2 and 3 the backward of each microbatch waits for its reductions, and of zb-h1 and
-    zb-v none is hidden: the estimate was 44 % too short for such a plan."""
+    zb-v none is hidden: such an estimate was once a third too short."""
     require_near(drawn(schedule, zero, 1))
 
 
