@@ -33,8 +33,9 @@ and layouts.py):
 
 The replay (md.simulate) does not use these formulas: it confirms the best plans. Tests compare the
 two. Drawn plans are within 8 % in seconds and 6 % in memory (tests/plan/test_estimate.py); a model
-of a few milliseconds a step, whose kernels are short, within 10 %. Left out: calls of different axes that share links, which the replay
-slows down, and offloads beside a pipeline, whose estimates may be 20 % too short.
+of a few milliseconds a step, whose kernels are short, within 10 %. Left out: calls of different
+axes that share links, which the replay slows down; and what a pipeline with an offload waits for
+where it turns, so that these estimates may be 20 % too short.
 """
 
 from collections.abc import Mapping
