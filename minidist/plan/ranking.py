@@ -285,14 +285,16 @@ def _estimated(
 def replay_seconds(plan: Plan, config: GPTConfig) -> float:
     """Return about how many seconds of a processor the replay of a plan takes.
 
-    110 plans of 16 devices took between 0.7 and 2 times as long, on one core of an Intel Xeon. It
-    runs each layer once per microbatch, and prices each call of a layer.
+    110 plans of 16 devices took between 0.6 and 2 times as long, on one core of an Intel Xeon, and
+    five of 64 to 256 up to 2 times. It runs each layer once per microbatch, and prices each call of
+    a layer; with an offload, whose moves come between, one took 16 times as long as without.
     """
     layers = plan.pieces * plan.accumulate * config.layers
     again = 1.5 if plan.checkpoint_blocks == "all" else 1.0
     tensor = (8 if plan.sequence_parallel else 4) * again if plan.tp > 1 else 0
     data = {2: 3, 3: 4}.get(plan.zero, 0)
-    return 0.2 + layers * (4e-3 * again + 1e-3 * (tensor + data))
+    away = 8 if plan.offload != "none" else 1
+    return 0.2 + away * layers * (4e-3 * again + 1e-3 * (tensor + data))
 
 
 def replayed(
