@@ -16,7 +16,14 @@ from minidist.nn import GPTConfig
 from minidist.observe.events import GroupCall
 from minidist.parallel.hybrid.plan import Plan
 from minidist.plan.explain import TABLE
-from minidist.plan.ranking import Choice, plan_for
+from minidist.plan.ranking import (
+    AFFORDABLE,
+    Choice,
+    Ranking,
+    plan_for,
+    replay_seconds,
+    replayed,
+)
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.models import model
 from minidist.simulate.one_rank import run_rank
@@ -195,13 +202,21 @@ CASES = (
 
 
 def advised() -> Iterator[Row]:
-    """Yield the table row by row: the best of all plans, and the best that follows the advice,
-    without mixture of experts."""
+    """Yield the table row by row: the best of all plans, and the best that follows the advice. Both
+    are replayed where that is affordable. No mixture of experts."""
     for (name, cluster, batch), (_, size, advice) in zip(CASES, TABLE, strict=True):
-        ranking = plan_for(model(name, context=2048), cluster, batch=batch)
+        ranking = plan_for(model(name, context=2048), cluster, batch=batch, confirm=None)
         every = (ranking.choice(place) for place in range(len(ranking)))
-        follows = next((choice for choice in every if _follows(size, choice.plan)), None)
-        yield Row(f"{size}: {advice}", name, cluster, batch, ranking.best, follows)
+        follows = (choice for choice in every if _follows(size, choice.plan))
+        fitting = (choice for each in follows if (choice := _known(each, ranking)).fits)
+        yield Row(f"{size}: {advice}", name, cluster, batch, ranking.best, next(fitting, None))
+
+
+def _known(choice: Choice, ranking: Ranking) -> Choice:
+    """The choice, replayed if that is affordable."""
+    if replay_seconds(choice.plan, ranking.config) > AFFORDABLE:
+        return choice
+    return replayed(choice, ranking)
 
 
 def _follows(size: str, plan: Plan) -> bool:
@@ -310,5 +325,7 @@ def worth() -> dict[str, dict[str, float]]:
 
 
 def told(choice: Choice | None) -> list[Any]:
-    """Return a choice as cells: plan and seconds."""
-    return ["none fits", ""] if choice is None else [choice.text, f"{choice.step_seconds:.3g} s"]
+    """Return a choice as cells: plan, seconds, and by what they are known."""
+    if choice is None:
+        return ["none fits", ""]
+    return [choice.text, f"{choice.known_seconds:.3g} s, {choice.known_by}"]

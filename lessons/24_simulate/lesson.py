@@ -307,7 +307,7 @@ def table_by_size(page: Page) -> None:
     """Show the notes' table by model size: the best of all plans, and the best that follows the
     row."""
     page.table(
-        "N2 §12.1, row by row; a step as estimated by minidist plan",
+        "N2 §12.1, row by row; a step as minidist plan ranks it: estimated, or replayed",
         [
             "model, cluster, sequences",
             "best of all plans",

@@ -22,7 +22,7 @@ from minidist.files import check_writable
 from minidist.parallel.hybrid.plan_checks import PRECISIONS
 from minidist.plan.explain import advice, explain
 from minidist.plan.forecast import SPOT_INTERRUPTIONS, UNITS, Prices, forecast
-from minidist.plan.ranking import OBJECTIVES, Ranking, plan_for
+from minidist.plan.ranking import AFFORDABLE, MOST_CONFIRMED, OBJECTIVES, Ranking, plan_for
 from minidist.plan.scaling import scaling_curves
 from minidist.progress import progress
 from minidist.simulate.cluster import Cluster
@@ -80,9 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--confirm",
         type=whole_number(0, 10**9),
-        default=0,
         metavar="K",
-        help="run the best K through the simulator too (default: 0)",
+        help="run the best K through the simulator too, and show them first (default: about "
+        f"{MOST_CONFIRMED}, as long as that takes less than about {AFFORDABLE:g} s; 0: none)",
     )
     add(
         "--run",
@@ -149,10 +149,8 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     console = Console(highlight=False)
     rates = Rates.of(cluster.device, profile) if profile else None
-    confirm = max(args.confirm, args.run or 0)
-    with progress(
-        "ranking the plans" + (f", and simulating the best {confirm}" if confirm else "")
-    ):
+    confirm = max(args.confirm or 0, args.run) if args.run else args.confirm
+    with progress("ranking the plans") as show:
         ranking = plan_for(
             config,
             cluster,
@@ -162,6 +160,7 @@ def run(args: argparse.Namespace) -> int:
             precision=args.precision or ("fp32" if args.here else "bf16"),
             rates=rates,
             confirm=confirm,
+            show=show,
         )
     report.print_ranking(console, ranking, args.top, model_words(args))
     found: dict[str, Any] = {
@@ -172,6 +171,7 @@ def run(args: argparse.Namespace) -> int:
         "enumerated": ranking.enumerated,
         "fit": len(ranking),
         "plans": [choice.as_json() for choice in ranking.top(args.top)],
+        "refused": [choice.as_json() for choice in ranking.refused],
     }
     found |= _asked(args, ranking, prices, rates, console)
     if args.json:

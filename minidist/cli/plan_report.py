@@ -9,7 +9,7 @@ from minidist.console import exactly
 from minidist.plan.estimate import TERMS
 from minidist.plan.explain import TITLES, Advice, Explanation
 from minidist.plan.forecast import KWH, TokenForecast
-from minidist.plan.ranking import Ranking, command
+from minidist.plan.ranking import Choice, Ranking, command, replay_seconds
 from minidist.plan.scaling import NEAR_LINEAR, ScalingPoint
 from minidist.plan.trial import Trial
 
@@ -19,7 +19,8 @@ _UNITS = {"cost": ("$ a step",), "energy": ("J a step",)}
 
 
 def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequence[str]) -> None:
-    """Print the best plans, the cost terms of the best one, and the command that runs it."""
+    """Print the best plans, those that the replay found too large, the cost terms of the best one,
+    and the command that runs it."""
     best = ranking.best
     cluster = ranking.cluster
     console.print(
@@ -30,40 +31,59 @@ def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequenc
     )
     console.print(
         f"{ranking.enumerated:,} plans enumerated, {len(ranking):,} fit into memory; "
-        f"ranked by {ranking.objective}\n",
+        f"ranked by {ranking.objective}: {_ranked_by(ranking)}\n",
         markup=False,
+        soft_wrap=True,
     )
-    figures = [
-        "s a step",
-        "MFU",
-        "GiB",
-        *["replay"] * bool(ranking.confirmed),
-        *_UNITS.get(ranking.objective, ()),
-    ]
+    figures = ["s a step", "MFU", "GiB"]
     table = Table(
-        *(Column(name, justify="right") for name in ("", *figures)), "plan", header_style="bold"
+        *(Column(name, justify="right") for name in ("", *figures)),
+        "known by",
+        *(Column(name, justify="right") for name in _UNITS.get(ranking.objective, ())),
+        "plan",
+        header_style="bold",
     )
     for place, choice in enumerate(ranking.top(count), start=1):
-        cells = [
-            str(place),
-            f"{choice.step_seconds:.4g}",
-            f"{ranking.mfu(choice):.1%}",
-            f"{choice.total / GIB:.3g}",
-        ]
-        if ranking.confirmed:
-            cells.append(f"{choice.confirmed.step_seconds:.4g}" if choice.confirmed else "")
-        if ranking.objective in _UNITS:
-            figure = choice.dollars if ranking.objective == "cost" else choice.joules
-            cells.append(f"{figure or 0.0:.4g}")
-        table.add_row(*cells, choice.text)
+        _add_row(table, str(place), choice, ranking)
+    for choice in ranking.refused:
+        _add_row(table, "-", choice, ranking)
     console.print(table)
     parts = [
         f"{TITLES[term]} {best.seconds[term] / best.step_seconds:.1%}"
         for term in TERMS
         if best.seconds[term] > SMALLEST * best.step_seconds
     ]
-    console.print(f"the step of 1: {', '.join(parts)}", markup=False)
+    console.print(f"the step of 1, estimated: {', '.join(parts)}", markup=False)
     console.print(f"run it: {command(best, model, ranking)}\n", markup=False, soft_wrap=True)
+
+
+def _ranked_by(ranking: Ranking) -> str:
+    """Return by what the plans are ranked: formulas, and for the best few the replay."""
+    ran = len(ranking.confirmed)
+    if ran:
+        return f"by formulas, {ran} of the best by replay"
+    seconds = replay_seconds(ranking.choice(0).plan, ranking.config)
+    return (
+        "by formulas (--confirm 1 simulates the best, which takes "
+        f"{f'{seconds / 60:.0f} min' if seconds > 60 else f'{max(1.0, seconds):.0f} s'} or more)"
+    )
+
+
+def _add_row(table: Table, place: str, choice: Choice, ranking: Ranking) -> None:
+    found = choice.confirmed
+    figures = []
+    if ranking.objective in _UNITS:
+        cost, energy = (found.dollars, found.joules) if found else (choice.dollars, choice.joules)
+        figures = [f"{(cost if ranking.objective == 'cost' else energy) or 0.0:.4g}"]
+    table.add_row(
+        place,
+        f"{choice.known_seconds:.4g}",
+        f"{ranking.mfu(choice):.1%}",
+        f"{choice.known_total / GIB:.3g}",
+        choice.known_by if choice.fits else "replayed: does not fit",
+        *figures,
+        choice.text,
+    )
 
 
 def print_explanation(console: Console, told: Explanation, notes: Advice) -> None:

@@ -116,19 +116,24 @@ class CallColumns:
         nbytes = -(-2 * call.nbytes // size) if call.verb == "all_gather" else call.nbytes
         return self.layouts.price(groups, call.verb, call.algorithm, nbytes, ())
 
-    def hop(self) -> np.ndarray:
-        """Return the seconds of a message between stages."""
-        groups, layout = self._groups()
+    def hop_bytes(self) -> np.ndarray:
+        """Return the bytes of a message between stages."""
         carried = np.where(
             self.found.column("sequence") == 1, self.found.column("tp"), 1
         ) * self.found.column("cp")
         config = self.config
-        nbytes = (
+        return np.asarray(
             self.found.column("rows")
             * (config.context * config.width * ITEMSIZE[self.found.precision])
             // carried
         )
-        rows, where = np.unique(np.column_stack([layout, nbytes]), axis=0, return_inverse=True)
+
+    def hop(self) -> np.ndarray:
+        """Return the seconds of a message between stages."""
+        groups, layout = self._groups()
+        rows, where = np.unique(
+            np.column_stack([layout, self.hop_bytes()]), axis=0, return_inverse=True
+        )
         made = [
             self.layouts.price(groups[at]["pp"], "send", "direct", int(n), ()) for at, n in rows
         ]

@@ -24,11 +24,14 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.rates import Rates
-from minidist.simulate.trace import RankTrace
+from minidist.simulate.trace import Kernel, RankTrace
 
 INNER = ("tp", "cp", "ep")
 """Axes with calls inside a layer; the calls of other axes follow from its bytes (estimate.py)."""
 PHASES = ("forward", "backward")
+SPLIT = ("backward", "backward for the weights")
+"""The two halves of a backward of zb-h1 and zb-v."""
+MANY = 1 << 28  # weights of one kernel: with so many its launch does not count
 NARROW = GPTConfig(vocabulary=512, context=64, layers=2, width=512, heads=8)
 
 
@@ -56,18 +59,28 @@ Price = Callable[[GroupCall], float]
 
 @dataclass(frozen=True)
 class Cell:
-    """A microbatch on one rank. Attributes, each a pair for models of one and of two layers:
+    """A microbatch on one rank. Attributes, the first four as pairs for models of one and of two
+    layers:
 
     traces      of the first step
     numbers     number of weights
     held        largest bytes of activations and workspace
-    kept        the same if layers are recomputed
+    after       bytes of activations and workspace between forward and backward
+    inner       bytes at the peak in addition to what a stage without ends keeps; the same if layers
+                are recomputed: then a whole layer
+
+    and, if layers are recomputed:
+
+    kept        bytes that a layer keeps; bytes at the peak in addition to these of all layers: the
+                loss, or a layer at its backward
     """
 
     traces: tuple[RankTrace, RankTrace]
     rates: Rates
     numbers: tuple[int, int]
     held: tuple[int, int]
+    after: tuple[int, int]
+    inner: tuple[int, int]
     kept: tuple[int, int]
 
     @property
@@ -91,15 +104,20 @@ class Cell:
         return self.held[0] - self.layer_held
 
     @property
+    def ends_after(self) -> int:
+        """Return the bytes that the loss keeps from its forward to its backward."""
+        return 2 * self.after[0] - self.after[1]
+
+    @property
     def layer_kept(self) -> int:
         """Bytes that a layer keeps if backward recomputes it."""
-        return self.kept[1] - self.kept[0]
+        return self.kept[0]
 
     @property
     def ends_kept(self) -> int:
         """Bytes at the peak in addition to layer_kept of the layers: the loss, or a recomputed
         layer with its gradients."""
-        return self.kept[0] - self.layer_kept
+        return self.kept[1]
 
     @cached_property
     def _busy(self) -> list[list[float]]:
@@ -119,15 +137,16 @@ class Cell:
 
 
 class Late(NamedTuple):
-    """Bytes of activations on the last stage of zb-h1, which defers its weight backwards. Each
-    attribute: (of a layer, of the ends).
+    """A layer on the last stage of zb-h1, which defers its weight backwards.
 
-    held: the peak with one microbatch deferred and one in work; more: for each further deferred
-    microbatch.
+    held: bytes of activations at the peak, with one microbatch deferred and one in work; more: for
+    each further deferred microbatch; both (of a layer, of the ends).
+    share: seconds of the weight backward / seconds of the whole backward, without waits.
     """
 
     held: tuple[float, float]
     more: tuple[float, float]
+    share: float
 
 
 @lru_cache(maxsize=4096)
@@ -157,7 +176,7 @@ class Cells:
         self._precision = precision
         self._optimizer = optimizer
         self._cells: dict[Cut, Cell] = {}
-        self._keeps: dict[Cut, tuple[int, int]] = {}
+        self._rows: dict[Cut, tuple[int, int, int, int]] = {}
         self._late: dict[tuple[int, int], Late] = {}
         self._calls: dict[tuple[int, int], tuple[Counter[GroupCall], Counter[GroupCall]]] = {}
 
@@ -171,11 +190,10 @@ class Cells:
         """Return the calls along the data axis in a step of two ranks: of a layer, and of the
         ends."""
         if (tp, zero) not in self._calls:
-            plan = Plan(dp=2, tp=tp, zero=zero, precision=self._precision)
             one, two = (
                 Counter(
                     event.call._replace(name="")
-                    for event in self._run_plan(plan, layers, 2).events
+                    for event in self._two_ranks(tp, zero, layers).events
                     if isinstance(event, Start) and event.call.axis == "dp"
                 )
                 for layers in (1, 2)
@@ -183,6 +201,29 @@ class Cells:
             layer = two - one
             self._calls[tp, zero] = layer, one - layer
         return self._calls[tp, zero]
+
+    def data_kernels(self, tp: int, zero: int) -> tuple[float, float]:
+        """Return the seconds of the kernels that a ZeRO stage adds to a pass (it places weights,
+        and forgets them): in a layer, and in the ends."""
+        if zero < 2:
+            return 0.0, 0.0
+        names = (*PHASES, "step", "wait for gradients")
+        one, two = (
+            self._spent(self._two_ranks(tp, zero, layers), names)
+            - self._spent(self._two_ranks(tp, 0, layers), names)
+            for layers in (1, 2)
+        )
+        return max(0.0, two - one), max(0.0, 2 * one - two)
+
+    def _two_ranks(self, tp: int, zero: int, layers: int) -> RankTrace:
+        plan = Plan(dp=2, tp=tp, zero=zero, precision=self._precision)
+        return self._run_plan(plan, layers, 2)
+
+    def add_seconds(self, itemsize: int) -> float:
+        """Return the seconds per weight to add a sum of gradients to the shard: read both, write
+        one."""
+        kernel = Kernel("memory", "float32", 0.0, 3.0 * itemsize * MANY)
+        return self.rates.segment(((kernel, 1),)) / MANY
 
     def late(self, tp: int, sequence: int) -> Late:
         """Return Late for one sequence per microbatch; other divisions of the tokens divide it,
@@ -192,14 +233,29 @@ class Cells:
         changes nothing, because a deferred backward keeps all recomputed activations.
         """
         if (tp, sequence) not in self._late:
-            one, two = (
-                [working(self._last_stage(tp, sequence, stages, layers)) for stages in (2, 3)]
+            traces = [
+                [self._last_stage(tp, sequence, stages, layers) for stages in (2, 3)]
                 for layers in (1, 2)
-            )
+            ]
+            one, two = ([working(trace) for trace in pair] for pair in traces)
             held = two[0] - one[0]
             more = two[1] - two[0] - (one[1] - one[0])
-            self._late[tp, sequence] = Late((held, one[0] - held), (more, one[1] - one[0] - more))
+            weights, whole = (
+                self._spent(traces[1][0], names) - self._spent(traces[0][0], names)
+                for names in (("backward for the weights",), SPLIT)
+            )
+            self._late[tp, sequence] = Late(
+                (held, one[0] - held), (more, one[1] - one[0] - more), weights / whole
+            )
         return self._late[tp, sequence]
+
+    def _spent(self, trace: RankTrace, names: Sequence[str]) -> float:
+        """Return the seconds of the segments with these names."""
+        return fsum(
+            self.rates.segment(trace.segments[event.work])  # type: ignore[call-overload]
+            for event in trace.events
+            if isinstance(event, Busy) and event.name in names
+        )
 
     def _last_stage(self, tp: int, sequence: int, stages: int, layers: int) -> RankTrace:
         plan = Plan(
@@ -231,28 +287,49 @@ class Cells:
     def _run(self, cut: Cut) -> Cell:
         one = self._trace(cut, 1)
         two = self._trace(cut, 2)
-        kept = self._kept(cut._replace(rows=1))
+        kept, ends, *inner = (cut.rows * nbytes for nbytes in self._a_row(cut._replace(rows=1)))
         return Cell(
             (one, two),
             self.rates,
             (one.parameters, two.parameters),
             (working(one), working(two)),
-            (kept[0] * cut.rows, kept[1] * cut.rows),
+            (after_forward(one), after_forward(two)),
+            (inner[0], inner[1]),
+            (kept, ends),
         )
 
-    def _kept(self, cut: Cut) -> tuple[int, int]:
-        """Return Cell.kept for one sequence per microbatch. It is equal for each ep >= 2, as the
-        layer's input is."""
+    def _a_row(self, cut: Cut) -> tuple[int, int, int, int]:
+        """Return Cell.kept and inner for one sequence per microbatch. They are equal for each ep >=
+        2, as the layer's input is."""
         shared = cut._replace(ep=min(cut.ep, 2))
-        if shared not in self._keeps:
-            self._keeps[shared] = (
-                working(self._trace(cut, 1, again=True)),
-                working(self._trace(cut, 2, again=True)),
+        if shared not in self._rows:
+            one, two = (self._trace(cut, layers, again=True) for layers in (1, 2))
+            layer = after_forward(two) - after_forward(one)
+            # the middle one of three stages, with one layer and one microbatch
+            plain, again = (
+                self._trace(cut, 3, again=again, stages=3, rank=cut.cp * cut.tp)
+                for again in (False, True)
             )
-        return self._keeps[shared]
+            self._rows[shared] = (
+                layer,
+                working(two) - 2 * layer,
+                working(plain) - after_forward(plain),
+                working(again) - layer,
+            )
+        return self._rows[shared]
 
-    def _trace(self, cut: Cut, layers: int, steps: int = 1, again: bool = False) -> RankTrace:
+    def _trace(
+        self,
+        cut: Cut,
+        layers: int,
+        steps: int = 1,
+        again: bool = False,
+        stages: int = 1,
+        rank: int = 0,
+    ) -> RankTrace:
         plan = Plan(
+            pp=stages,
+            microbatches=1 if stages > 1 else None,
             tp=cut.tp,
             cp=cut.cp,
             ep=cut.ep,
@@ -260,7 +337,7 @@ class Cells:
             sequence_parallel=bool(cut.sequence),
             checkpoint_blocks="all" if again else "none",
         )
-        return self._run_plan(plan, layers, cut.rows * cut.ep, steps)
+        return self._run_plan(plan, layers, cut.rows * cut.ep, steps, rank)
 
     def _run_plan(
         self,
@@ -288,10 +365,24 @@ def working(trace: RankTrace) -> int:
     for event in trace.events:
         if isinstance(event, Memory) and event.category in ("activations", "workspace"):
             now += event.nbytes
-            most = max(most, now)
         elif isinstance(event, Busy) and event.name == "optimizer":
             break
+        else:  # all that a segment's peak consists of has been told
+            most = max(most, now)
     return most
+
+
+def after_forward(trace: RankTrace) -> int:
+    """Return the bytes of activations and workspace when the first forward has ended."""
+    now = found = 0
+    for event in trace.events:
+        if isinstance(event, Memory) and event.category in ("activations", "workspace"):
+            now += event.nbytes
+        elif isinstance(event, Busy) and event.name == "forward":
+            found = now
+        elif isinstance(event, Busy) and event.name == "backward":
+            break
+    return found
 
 
 def _beside_phases(trace: RankTrace) -> Iterator[Any]:

@@ -4,26 +4,38 @@ chapters' formulas.
 A step of a rank of the slowest stage, with L layers, m microbatches, p stages (times of cells.py
 and layouts.py):
 
-    compute    m · (L · layer + ends)         the rank's own kernels
+    compute    m · (L · layer + ends)         the rank's own kernels; gradients added up over
+                                              microbatches
     recompute  m · L · a layer's forward
     tp cp ep   m · L · the wait of a layer for the axis
     update     the optimizer's pass
-    bubble     chapter 11's, by schedule
-    pp         hops: 2 (p-1), and in 1F1B 2 (p-1)/p per microbatch
+    bubble     of a microbatch's forward F, backward for the input I and for the weights W, each with
+               its waits for tp, cp, ep, and dp:
+                 1F1B, GPipe   (p-1) (F + I + W)
+                 interleaved   (p-1) (F + I + W) / 2
+                 ZB-H1         (p-1) (F + I - min(F, I, W))
+                 ZB-V          (p-1)/2 · max(I, F + I - W) + (p-2)/2 · max(0, W - I)
+    pp         hops between stages, by schedule
     dp         the part of gradients and weights that is not hidden behind compute:
                  ZeRO-0, 1   all-reduce or reduce-scatter during the last backward; in a pipeline
                              after it
                  ZeRO-1, 2   all-gather of the weights during the next step's first forward
-                 ZeRO-2, 3   one reduction per layer during each backward; ZeRO-3: gathers during
-                             both passes
+                 ZeRO-2, 3   reductions of each microbatch's backward, which waits for the last; of
+                             ZB-H1 and ZB-V all of them, because their weight backward sends when all
+                             is computed
+                 ZeRO-3      gathers of each forward and backward, which wait for the first
     offload    the transfers to host or disk that are not hidden
 
     memory     weights, gradients, optimizer: parallel/zero/memory_formula.py;  activations:
                microbatches that the schedule holds (chapter 11) · L · bytes that a layer keeps
-               (chapter 19: all, or its input), and the loss
+               (chapter 19: all, or its input), and the loss; of ZB-H1 and ZB-V what waits for the
+               weight backward; with ZeRO-2 and 3 then the gradients of a whole stage
 
-The replay (md.simulate) does not use these formulas: it confirms the best plans, and a test
-compares the two.
+The replay (md.simulate) does not use these formulas: it confirms the best plans. Tests compare the
+two. Drawn plans are within 8 % in seconds and 6 % in memory (tests/plan/test_estimate.py); a model
+of a few milliseconds a step, whose kernels are short, within 10 %. Left out: calls of different
+axes that share links, which the replay slows down; and what a pipeline with an offload waits for
+where it turns, so that these estimates may be 20 % too short.
 """
 
 from collections.abc import Mapping
@@ -43,7 +55,7 @@ from minidist.simulate.cluster import Cluster
 from minidist.simulate.rates import Rates
 
 TERMS = ("compute", "recompute", "update", "bubble", "tp", "cp", "ep", "pp", "dp", "offload")
-# share of the device's memory that an estimate may fill: it can be 9 % too low; the replay is exact
+# share of the device's memory that an estimate may fill: it can be 6 % too low; the replay is exact
 MEMORY_SHARE = 0.95
 
 
@@ -116,6 +128,7 @@ class Estimator:
         self.layouts = Layouts(cluster)
         self.each = Each.of(ITEMSIZE[precision], masters=precision != "fp32")
         self.update_seconds = self.cells.update_seconds()
+        self.add_seconds = self.cells.add_seconds(ITEMSIZE[precision])
 
     @cached_property
     def host_update_seconds(self) -> float:
@@ -182,9 +195,13 @@ class Columns:
         self.chunks = np.where((schedule == SCHEDULES.index("interleaved")) | self.v_shaped, 2, 1)
         # share of the ends (embedding, output) on a rank that has one of them
         self.end = np.where((self.pp == 1) | self.v_shaped, 1.0, 0.5)
+        # share of the ends in the embedding, whose calls are the first and the last
+        self.table = 1.0 if model.config.tied else 0.5
         self.layers = np.ceil(model.config.layers / (self.pp * self.chunks)) * self.chunks
         self.again = found.column("recomputed") == 1
-        self.deferred = schedule == SCHEDULES.index("zb-h1")
+        self.deferred = (schedule == SCHEDULES.index("zb-h1")) & (self.pp > 1)
+        # a backward is two: for the input, and later for the weights
+        self.split = self.deferred | self.v_shaped
         self.calls = CallColumns(found, model.cells, model.layouts, model.config)
         self.per_layer, self.per_ends = self._cells()
 
@@ -201,10 +218,13 @@ class Columns:
             "numbers": [cell.layer_numbers for cell in cells],
             "held": [cell.layer_held for cell in cells],
             "kept": [cell.layer_kept for cell in cells],
+            "inner": [cell.inner[0] for cell in cells],
+            "again": [cell.inner[1] for cell in cells],
         }
         ends = {
             "numbers": [cell.ends_numbers for cell in cells],
             "held": [cell.ends_held for cell in cells],
+            "after": [cell.ends_after for cell in cells],
             "kept": [cell.ends_kept for cell in cells],
         }
         return (
@@ -237,10 +257,13 @@ class Columns:
         return {name: np.where(more, first[name], last[name]) for name in first}
 
     def _stage(self, held: np.ndarray, *, ends: bool) -> dict[str, np.ndarray]:
-        """Return the bytes of one stage; embedding and output each have half of the ends'
-        weights."""
+        """Return the bytes of one rank; embedding and output each have half of the ends' weights.
+
+        Of zb-v, whose first rank has both: `ends`: of the first rank, else of the last one.
+        """
         itemsize = ITEMSIZE[self.found.precision]
         share = np.where(self.pp == 1, 1.0, 1.0 if self.model.config.tied else self.end)
+        share = np.where(self.v_shaped & (not ends), 0.0, share)
         found = _state(
             self.layers * self.per_layer["numbers"] + share * self.per_ends["numbers"],
             self.model.each,
@@ -248,7 +271,8 @@ class Columns:
         )
         unit = self.per_layer["numbers"] * itemsize
         largest = np.maximum(unit, share * self.per_ends["numbers"] * itemsize / 2)
-        found["parameters"] = found["parameters"] + np.where(self.zero == 3, unit + largest, 0.0)
+        whole = np.where(self.zero == 3, unit + largest, 0.0)
+        found["parameters"] = found["parameters"] + whole
         # At the peak, at the end of a forward pass, only the output's gradients exist. A recomputed
         # layer is whole later, together with the gradients of two units: one is being filled, one
         # is being sent.
@@ -256,23 +280,33 @@ class Columns:
         first = share * self.per_ends["numbers"] * itemsize
         two = unit + largest
         filling = np.where(self.again, two, np.where(on_disk, first, largest))
-        found["gradients"] = found["gradients"] + np.select(
-            [self.zero == 3, self.zero == 2], [filling, largest], 0.0
-        )
+        buffers = np.select([self.zero == 3, self.zero == 2], [filling, largest], 0.0)
         kept = np.where(self.again, self.per_layer["kept"], self.per_layer["held"])
-        again = np.where(self.again, self.per_layer["held"], 0.0)
-        output = self.per_ends["held"] * np.where(
-            self.found.column("schedule") == SCHEDULES.index("gpipe"), held, 1.0
+        inner = np.where(self.again, self.per_layer["again"], self.per_layer["inner"])
+        # gpipe keeps the losses of all microbatches
+        waiting = np.where(
+            (self.pp > 1) & (self.found.column("schedule") == SCHEDULES.index("gpipe")),
+            (held - 1) * self.per_ends["after"],
+            0.0,
         )
-        output = np.where(self.again, np.maximum(output, self.per_ends["kept"]), output)
-        working = np.where((self.pp == 1) | ends, output, again)
+        output = waiting + np.where(self.again, self.per_ends["kept"], self.per_ends["held"])
+        working = np.where((self.pp == 1) | ends, output, inner)
         activations = held * self.layers * kept + working
         # the later peak with the gradients of two units
         activations = np.where(
             on_disk & ~self.again, np.maximum(activations, two - first), activations
         )
-        if ends:
-            activations = np.where(self.deferred & (self.pp > 1), self._late(held), activations)
+        if self.split.any():
+            late, deferred = self._late(held, ends=ends)
+            activations = np.where(self.v_shaped | self.deferred & ends, deferred, activations)
+            # ZeRO-2 and 3: the gradients of the whole stage lie there when its weight backward ends
+            stage = (self.layers * unit + share * self.per_ends["numbers"] * itemsize) / self.chunks
+            later = np.where(self.zero >= 2, stage - late - whole, 0.0)
+            buffers = np.where(self.split, np.maximum(later, 0.0), buffers)
+        found["gradients"] = found["gradients"] + buffers
+        # a gradient that arrives, and one that leaves
+        messages = 0 if ends else 2
+        found["communication"] = np.where(self.pp > 1, messages * self.calls.hop_bytes(), 0.0)
         # one microbatch on one copy: gradients are made while activations are freed
         found["activations"] = np.where(
             (self.pieces == 1) & (self.copies == 1),
@@ -281,18 +315,32 @@ class Columns:
         )
         return found
 
-    def _late(self, held: np.ndarray) -> np.ndarray:
-        """Return the activations of the last stage of zb-h1: all its microbatches except one wait
-        for their weight backward."""
-        found = np.zeros(len(self.found))
+    def _late(self, held: np.ndarray, *, ends: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the activations of a stage whose weight backward waits, and of the whole rank at
+        its peak.
+
+        zb-h1, last rank: all its microbatches except one wait. zb-v: one stage waits, and 2p - 1
+        stages hold a forward; on the last rank at the end of the step 2p - 1 stages wait.
+        """
+        late = np.zeros(len(self.found))
+        peak = np.zeros(len(self.found))
         cuts = self.found.rows("tp", "sequence")
         sequences = self.found.column("rows") / self.found.column("cp")
-        for tp, sequence in np.unique(cuts[self.deferred], axis=0).tolist():
-            late = self.model.cells.late(tp, sequence)
-            here = self.deferred & (cuts == (tp, sequence)).all(axis=1)
-            each = [layer * self.layers + ends for layer, ends in late]
-            found[here] = (sequences * (each[0] + (held - 2) * each[1]))[here]
-        return found
+        for tp, sequence in np.unique(cuts[self.split], axis=0).tolist():
+            cell = self.model.cells.late(tp, sequence)
+            here = self.split & (cuts == (tp, sequence)).all(axis=1)
+            layers = self.layers / self.chunks
+            one, more = (layer * self.layers + end for layer, end in (cell.held, cell.more))
+            each = sequences * cell.more[0] * layers
+            others = (2 * self.pp - 1) * layers * self.per_layer["held"]
+            first = others + each + sequences * cell.more[1]
+            last = np.maximum(others + each, (2 * self.pp - 1) * each)
+            value = np.where(
+                self.v_shaped, first if ends else last, sequences * (one + (held - 2) * more)
+            )
+            late[here] = each[here]
+            peak[here] = value[here]
+        return late, peak
 
     # ----------------------------------------------------------------------------------------- time
 
@@ -303,7 +351,6 @@ class Columns:
         hop = self.calls.hop()
         layers = self.layers
         pieces = self.pieces
-        pp = self.pp
         forward = inner["forward"] + sum(inner[f"forward {axis}"] for axis in ("tp", "cp", "ep"))
         again = np.where(self.again, forward, 0.0)
         backward = (
@@ -311,13 +358,23 @@ class Columns:
             + sum(inner[f"backward {axis}"] for axis in ("tp", "cp", "ep"))
             + again
         )
-        ends = inner["ends"] + sum(inner[f"ends {axis}"] for axis in ("tp", "cp", "ep"))
-        behind = self._behind(dp, layers * forward, layers * backward)
-        middle = layers * (forward + backward) + behind
+        weights = self._weights_share() * inner["backward"]
+        behind = self._behind(dp, forward, backward, weights)
+        halves = (
+            layers * forward + behind[0],
+            layers * (backward - weights) + behind[1],
+            layers * weights + behind[2],
+        )
+        own, own_ends = self._own_kernels()
         found = {
-            "compute": pieces * (layers * (inner["forward"] + inner["backward"]) + inner["ends"]),
+            "compute": pieces
+            * (
+                layers * (inner["forward"] + inner["backward"] + own)
+                + inner["ends"]
+                + self.end * own_ends
+            ),
             "recompute": pieces * layers * np.where(self.again, inner["forward"], 0.0),
-            "bubble": self._bubble(middle, ends),
+            "bubble": self._bubble(*halves),
         }
         for axis in ("tp", "cp", "ep"):
             again_axis = np.where(self.again, inner[f"forward {axis}"], 0.0)
@@ -325,49 +382,130 @@ class Columns:
                 layers * (inner[f"forward {axis}"] + inner[f"backward {axis}"] + again_axis)
                 + inner[f"ends {axis}"]
             )
-        one_f = self.found.column("schedule") == SCHEDULES.index("1f1b")
-        found["pp"] = hop * (
-            2 * (pp - 1) * self.chunks + np.where(one_f, (pieces - 1) * 2 * (pp - 1) / pp, 0.0)
+        found["pp"] = hop * self._hops()
+        found["dp"] = pieces * (sum(behind) + self._tables(dp)) + self._once(
+            dp, layers * backward, layers * forward
         )
-        found["dp"] = pieces * behind + self._once(dp, layers * backward, layers * forward)
         numbers = layers * self.per_layer["numbers"] + self.per_ends["numbers"] * self.end
-        own = numbers / np.where(self.zero >= 1, _parts(self.found), 1)
-        found["update"] = np.where(
-            self.found.column("offload") == 1, 0.0, own * self.model.update_seconds
+        share = numbers / np.where(self.zero >= 1, _parts(self.found), 1)
+        away = self.found.column("offload")
+        found["update"] = np.where(away == 1, 0.0, share * self.model.update_seconds)
+        # each microbatch but the first adds its gradients to those before: whole ones, or with
+        # ZeRO-2 and 3 sums
+        added = np.where((self.zero >= 2) & (self.copies > 1), share, numbers)
+        found["compute"] = found["compute"] + np.where(
+            away == 0, (pieces - 1) * added * self.model.add_seconds, 0.0
         )
-        found["offload"] = self._offload(own, found["compute"] / 3)
+        found["offload"] = self._offload(share, found["compute"] / 3)
+        return found
+
+    def _own_kernels(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of the data axis's own kernels in a pass: of a layer, of the ends."""
+        cuts, where = np.unique(self.found.rows("tp", "zero"), axis=0, return_inverse=True)
+        made = np.array([self.model.cells.data_kernels(tp, zero) for tp, zero in cuts.tolist()])
+        divided = np.where(self.copies > 1, 1.0, 0.0)
+        layer, ends = made[where.reshape(-1)].T
+        return divided * layer, divided * ends
+
+    def _weights_share(self) -> np.ndarray:
+        """Return the share of the weight backward in the seconds of a backward; 0 where it is not
+        split."""
+        found = np.zeros(len(self.found))
+        cuts = self.found.rows("tp", "sequence")
+        for tp, sequence in np.unique(cuts[self.split], axis=0).tolist():
+            here = self.split & (cuts == (tp, sequence)).all(axis=1)
+            found[here] = self.model.cells.late(tp, sequence).share
         return found
 
     def _behind(
-        self, dp: Mapping[str, np.ndarray], forward: np.ndarray, backward: np.ndarray
-    ) -> np.ndarray:
-        """Return the exposed seconds of the data axis per microbatch: ZeRO-2 reduces, ZeRO-3
-        gathers twice and reduces.
+        self,
+        dp: Mapping[str, np.ndarray],
+        forward: np.ndarray,
+        backward: np.ndarray,
+        weights: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the exposed seconds of the data axis per microbatch in forward, backward, and
+        weight backward: ZeRO-2 reduces, ZeRO-3 gathers twice and reduces.
 
-        ZeRO-3 cannot hide the gather of the first unit and the reduction of the last, nor more
-        seconds than it computes.
+        Each stage of a rank waits for its first gather and its last reduction, and a layer for
+        what takes longer than its computing. A weight backward sends when all is computed, and
+        waits for all of it.
+
+        Args:    forward, backward: seconds of a layer; weights: of its weight backward, 0 where
+                 backward is not split.
         """
-        half = self.end
-        ends = half * dp["ends reduce"]
-        second = ends + np.maximum(0.0, self.layers * dp["reduce"] - backward)
-        ends = ends + half * dp["ends gather"]
-        calls = self.layers * (2 * dp["gather"] + dp["reduce"]) + ends
-        third = np.maximum(dp["gather"] + dp["reduce"] + ends, calls - forward - backward)
-        return np.where(
-            self.copies == 1,
-            0.0,
-            np.where(self.zero == 2, second, np.where(self.zero == 3, third, 0.0)),
+        others = self.layers - self.chunks  # layers with one before them in their stage
+        gather = np.where(self.zero == 3, dp["gather"], 0.0)
+        reduce = np.where(self.zero >= 2, dp["reduce"], 0.0)
+        ahead = self.chunks * gather + others * np.maximum(0.0, gather - forward)
+        input_only = self.chunks * gather + others * np.maximum(0.0, gather - backward + weights)
+        # ZeRO-2 starts a bucket when the one before it has arrived. The MLP's first matrix, a third
+        # of a layer, travels behind the backward of the next one, a twelfth. Without tp a norm, of
+        # no time, comes behind the attention's first matrix, a quarter.
+        own = np.where(self.again, backward - forward, backward)
+        waits = np.where(self.found.column("tp") == 1, reduce / 4, reduce / 3 - own / 12)
+        second = self.chunks * reduce / 4 + others * np.maximum.reduce(
+            [np.zeros(len(self.found)), waits, reduce - backward]
+        )
+        third = self.chunks * (gather + reduce) + others * np.maximum(
+            0.0, gather + reduce - backward
+        )
+        whole = np.where(self.zero == 2, second, third)
+        none = np.zeros(len(self.found))
+        divided = self.copies > 1
+        return (
+            np.where(divided, ahead, none),
+            np.where(divided, np.where(self.split, input_only, whole), none),
+            np.where(divided & self.split, self.layers * reduce, none),
         )
 
-    def _bubble(self, middle: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    def _tables(self, dp: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the exposed seconds of the data axis per microbatch for embedding and output, of
+        which a rank of a pipeline has one: ZeRO-3's gather of the first that a pass needs, and the
+        reduction of the embedding, which is the last."""
+        gathered = np.where(self.zero == 3, self.end * dp["ends gather"], 0.0)
+        if self.model.config.tied:  # the root: gathered once per step
+            gathered = np.where(self.zero == 3, 2 * dp["ends gather"] / self.pieces, 0.0)
+        reduced = np.where(self.split, self.end, self.table) * dp["ends reduce"]
+        return np.where(self.copies > 1, gathered + np.where(self.zero >= 2, reduced, 0.0), 0.0)
+
+    def _bubble(self, forward: np.ndarray, inputs: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the seconds of the bubble: the fill and drain of the other stages, added to the
-        microbatches of the slowest stage, which also has the output."""
-        parts = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zb-h1": 1 / 3, "zb-v": 1 / 6}
-        share = np.choose(
-            self.found.column("schedule"),
-            [np.full(len(self.found), parts[name]) for name in SCHEDULES],
+        microbatches of the slowest stage, which also has the output.
+
+        Args:    seconds of a microbatch on a rank, without the ends: forward, backward, and the
+                 weight backward where backward is split.
+        """
+        once = self.pp - 1
+        shortest = np.minimum(weights, np.minimum(forward, inputs))
+        each = {
+            "1f1b": once * (forward + inputs),
+            "gpipe": once * (forward + inputs),
+            "interleaved": once * (forward + inputs) / 2,
+            # the weight backwards fill what they can of it
+            "zb-h1": once * (forward + inputs - shortest),
+            "zb-v": once / 2 * np.maximum(inputs, forward + inputs - weights)
+            + np.maximum(0, self.pp - 2) / 2 * np.maximum(0.0, weights - inputs),
+        }
+        return np.where(
+            self.pp == 1,
+            0.0,
+            np.choose(self.found.column("schedule"), [each[name] for name in SCHEDULES]),
         )
-        return np.asarray((self.pp - 1) * middle * share)
+
+    def _hops(self) -> np.ndarray:
+        """Return the number of hops between stages that a step waits for, by schedule."""
+        pp = self.pp
+        each = {
+            "1f1b": 2 * (pp - 1) * (1 + (self.pieces - 1) / pp),
+            "gpipe": 2 * (pp - 1),
+            "interleaved": 4 * pp - 2,
+            "zb-h1": 4 * (pp - 1),
+            "zb-v": 5 * pp - 7,
+        }
+        return np.where(
+            pp == 1, 0, np.choose(self.found.column("schedule"), [each[name] for name in SCHEDULES])
+        )
 
     def _once(
         self, dp: Mapping[str, np.ndarray], backward: np.ndarray, forward: np.ndarray
@@ -380,15 +518,18 @@ class Columns:
         half = self.end
         reduced = layers * dp["reduce"] + half * dp["ends reduce"]
         hidden = np.where(piped, 0.0, backward)
-        once = np.where(self.zero <= 1, np.maximum(dp["ends reduce"] / 2, reduced - hidden), 0.0)
+        once = np.where(
+            self.zero <= 1, np.maximum(self.table * dp["ends reduce"], reduced - hidden), 0.0
+        )
         gathers = layers * dp["gather"] + half * dp["ends gather"]
         late = np.where(
             (self.zero == 1) | (self.zero == 2),
-            np.maximum(dp["ends gather"] / 2, gathers - forward),
+            np.maximum(self.table * dp["ends gather"], gathers - forward),
             0.0,
         )
+        # the sums of a unit begin when the next unit's reduction does
         copies = np.maximum(
-            dp["copies"] + half * dp["ends copies"],
+            np.minimum(2, layers) * dp["copies"] + dp["ends copies"] / 2,
             layers * dp["copies"] + half * dp["ends copies"] - hidden,
         )
         return np.where(self.copies > 1, once + late + copies, 0.0)

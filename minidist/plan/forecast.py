@@ -155,12 +155,13 @@ def forecast(
         asked if asked.save else replace(asked, save=save_seconds(ranking) or SAVE_WITHOUT_DISK)
     )
     size = choice.plan.size
-    spent = choice.confirmed.step_seconds if choice.confirmed else choice.step_seconds
+    spent = choice.known_seconds
     steps = tokens / (ranking.batch * ranking.config.context)
     days = steps * spent / DAY
     price = ranking.cluster.device.price_an_hour
     failures = prices.failures * size / 1000
-    joules = None if choice.joules is None else choice.joules * steps
+    a_step = choice.confirmed.joules if choice.confirmed else choice.joules
+    joules = None if a_step is None else a_step * steps
 
     def offer(name: str, part: float, a_day: float, power: float = 0.0) -> Offer:
         interval, kept = _kept(a_day, prices)

@@ -6,8 +6,9 @@ neighbour groups make the same call.
     layouts.price(groups["tp"], "all_reduce", "native", 1 << 20, ())    # while its neighbours' groups do the same
 
 Groups along an axis are equal, so the group of rank 0 stands for all. Groups that begin in the same
-node share its network cards: their bytes are added up on each link (walk.py gives the links), and
-the busiest link counts.
+node share its network cards, and all groups share the links between switches, where routes of some
+meet: bytes are added up on each link (library.py and walk.py give the links), and the busiest link
+counts.
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ DATA = ("dp", "ep", "cp")
 """Axes whose ranks have the same dense weights."""
 
 Groups = tuple[tuple[int, ...], ...]
-"""A group, as places of its ranks, followed by the neighbour groups that make the same call."""
+"""A group, as places of its ranks, followed by the other groups that make the same call."""
 
 
 class Layouts:
@@ -58,8 +59,7 @@ class Layouts:
     def _with_neighbours(
         self, sizes: Mapping[str, int], strides: Mapping[str, int], axes: Sequence[str]
     ) -> Groups:
-        """Return the group of rank 0 along some axes; if it leaves the node, also the groups that
-        begin in the same node."""
+        """Return the group of rank 0 along some axes; if it leaves the node, also all others."""
         first = tuple(_places(sizes, strides, axes))
         node = self.cluster.per_node
         if max(first) < node and not self.cluster.topology.torus:
@@ -68,7 +68,6 @@ class Layouts:
         return tuple(
             tuple(start + place for place in first)
             for start in sorted(_places(sizes, strides, others))
-            if start < node
         )
 
     def _price(
@@ -85,12 +84,13 @@ class Layouts:
         if len(members) < 2 or nbytes <= 0:
             return 0.0
         if verb in ("send", "recv"):
-            groups = tuple(group[:2] for group in groups)
+            groups = tuple(group[:2] for group in self._near(groups))
         elif verb == "all_reduce" and algorithm != "native":
             nbytes = -(-nbytes // len(members)) * len(members)
         if algorithm == "native" and verb != "all_to_all":
             way = library_of(self.cluster, members).fastest(verb, Operands(nbytes, blocks))
             return way.seconds + way.nbytes * self._crowding(groups, verb, way.name)
+        groups = self._near(groups)
         cost = call_cost(GroupCall("", verb, algorithm, nbytes, blocks), groups[0], self.cluster)
         if len(groups) == 1 or not cost.link_bytes:
             return cost.seconds
@@ -106,21 +106,26 @@ class Layouts:
         shared = max(loads[link] / links[link].bandwidth for link in cost.link_bytes)
         return cost.seconds + shared - alone
 
+    def _near(self, groups: Groups) -> Groups:
+        """Return the first group and those that begin in its node."""
+        first, *others = groups
+        return first, *(group for group in others if group[0] < self.cluster.per_node)
+
     def _crowded(self, groups: Groups, verb: str, way: str) -> float:
-        """Return the extra seconds per byte of a way of the library if all groups use it at
-        once."""
+        """Return the extra seconds per byte of a way of the library if all groups use it at once,
+        for the slowest of them: routes of two groups may meet on a link between switches."""
         if len(groups) == 1:
             return 0.0
+        links = self.cluster.links
         own, *others = (
             library_of(self.cluster, group).load(verb, way).per_byte for group in groups
         )
-        links = self.cluster.links
-        loads = dict(own)
+        loads = Counter(own)
         for other in others:
-            for link in own.keys() & other.keys():
-                loads[link] += other[link]
+            loads.update(other)
         alone, shared = (
-            max(share[link] / links[link].bandwidth for link in own) for share in (own, loads)
+            max(spent / links[link].bandwidth for link, spent in load.items())
+            for load in (own, loads)
         )
         return shared - alone
 

@@ -1,6 +1,9 @@
 """Chapter 24 · The best plan: enumerate, estimate, rank, and let the replay confirm the best few.
 
-    found = plan_for(config, "a100-80g:64x8", batch=1536)
+All plans are ranked by the formulas of estimate.py. The replay (md.simulate) then runs the best few:
+their times take the place of the estimates, and a plan that does not fit there loses its place.
+
+    found = plan_for(config, "a100-80g:64x8", batch=1536, confirm=None)
     found.best.plan, found.best.order, found.best.step_seconds
     found.top(10)                                   # Choices, the best first
     print(command(found.best, ["--model", "gpt3-175b"], found))
@@ -11,7 +14,7 @@ notes: N2 §10.1, §12.1.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import fsum
+from math import fsum, inf
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.hybrid.plan_checks import AXES, words
 from minidist.plan.candidates import candidates
 from minidist.plan.estimate import TERMS, Estimates, Estimator
+from minidist.progress import SILENT, Progress
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.model_flops import PRODUCT_DTYPES, flops_a_token
 from minidist.simulate.rates import Rates
@@ -30,6 +34,8 @@ from minidist.simulate.simulate import simulate
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
 MOST_TRIED = 3  # plans that the replay runs at most, per plan to confirm
+MOST_CONFIRMED = 3  # plans that confirm=None confirms, or more if estimates were too good
+AFFORDABLE = 20.0  # seconds of replays (replay_seconds) that confirm=None spends at most
 MOST_DOUBLED = 8  # times that the nodes are doubled in search of a cluster that is large enough
 
 
@@ -54,8 +60,30 @@ class Choice:
 
     @property
     def total(self) -> float:
-        """Bytes of the fullest rank at its peak."""
+        """Estimated bytes of the fullest rank at its peak."""
         return fsum(self.memory.values())
+
+    @property
+    def known_seconds(self) -> float:
+        """Seconds of a step: by the replay if it ran this plan, else estimated."""
+        return self.confirmed.step_seconds if self.confirmed else self.step_seconds
+
+    @property
+    def known_total(self) -> float:
+        """Bytes of the fullest rank at its peak: by the replay if it ran this plan, else
+        estimated."""
+        found = self.confirmed
+        return float(found.peak(found.fullest)["total"]) if found else self.total
+
+    @property
+    def fits(self) -> bool:
+        """True unless the replay found that the plan does not fit into memory."""
+        return self.confirmed is None or self.confirmed.fits
+
+    @property
+    def known_by(self) -> str:
+        """What known_seconds and known_total come from: "replayed" or "estimated"."""
+        return "replayed" if self.confirmed else "estimated"
 
     @property
     def text(self) -> str:
@@ -85,13 +113,20 @@ class Choice:
             "dollars": self.dollars,
             "joules": self.joules,
             "confirmed_seconds": self.confirmed and self.confirmed.step_seconds,
+            "confirmed_bytes": self.confirmed and self.known_total,
+            "fits": self.fits,
         }
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """All plans that fit, the best first. Attributes: order: numbers of candidates; enumerated:
-    number of plans before pruning."""
+    """All plans that fit, the best first.
+
+    Attributes: order: numbers of candidates; enumerated: number of plans before pruning; confirmed:
+                plans that the replay ran, the best first; refused: plans that do not fit there, and
+                so lost their places; mixed: plans that the replay ran stand among the others by
+                known figures, else before them.
+    """
 
     config: GPTConfig
     cluster: Cluster
@@ -101,6 +136,8 @@ class Ranking:
     order: np.ndarray
     enumerated: int
     confirmed: tuple[Choice, ...] = ()
+    refused: tuple[Choice, ...] = ()
+    mixed: bool = False
 
     def __len__(self) -> int:
         return len(self.order)
@@ -119,14 +156,17 @@ class Ranking:
         )
 
     def top(self, count: int) -> list[Choice]:
-        """Return the best plans; first the plans that the replay ran."""
+        """Return the best plans; if not `mixed`, first the plans that the replay ran."""
         ran = {(choice.plan, choice.order) for choice in self.confirmed}
         others = [
             choice
             for choice in map(self.choice, range(min(count + len(ran), len(self))))
             if (choice.plan, choice.order) not in ran
         ]
-        return [*self.confirmed, *others][:count]
+        found = [*self.confirmed, *others]
+        if self.mixed:
+            found.sort(key=lambda choice: _figure(choice, self.objective))
+        return found[:count]
 
     @cached_property
     def best(self) -> Choice:
@@ -147,7 +187,9 @@ class Ranking:
         """Return the model FLOPs utilisation of a plan, counted as in results.py."""
         peak = self.cluster.device.peak(PRODUCT_DTYPES[choice.plan.precision])
         tokens = self.batch * self.config.context
-        return tokens * flops_a_token(self.config) / (choice.step_seconds * choice.plan.size * peak)
+        return (
+            tokens * flops_a_token(self.config) / (choice.known_seconds * choice.plan.size * peak)
+        )
 
 
 def plan_for(
@@ -159,16 +201,20 @@ def plan_for(
     precision: str = "bf16",
     optimizer: str = "adamw",
     rates: Rates | None = None,
-    confirm: int = 0,
+    confirm: int | None = 0,
+    show: Progress = SILENT,
 ) -> Ranking:
-    """Rank all plans of a model on a cluster.
+    """Rank all plans of a model on a cluster, by formulas (estimate.py).
 
     Args:    config: the model. cluster: a Cluster or its text, "h100:128x8". batch: sequences per
              step of the whole job, each of config.context tokens. objective: the figure to
              minimise, one of OBJECTIVES.
              precision: of all plans, as Plan's. optimizer: as Trainer's.
              rates: seconds of kernels (default: of the cluster's device). confirm: number of the
-             best plans that the replay (md.simulate) runs too, and ranks.
+             best plans that the replay (md.simulate) runs too, and places first; None:
+             MOST_CONFIRMED, and more until no estimate is better than the best of them, as long as
+             their replays take less than about AFFORDABLE seconds; all are ranked by what is known.
+             show: of the plans that are replayed.
     Returns: a Ranking of the plans that fit into memory.
     Raises:  ConfigError, one line: an unknown cluster, a batch that does not divide, or a model
              that fits nowhere, with the nearest that works.
@@ -183,7 +229,7 @@ def plan_for(
     fits = np.flatnonzero(estimates.fits)
     order = fits[np.lexsort((estimates.step_seconds[fits], _wanted(estimates, objective)[fits]))]
     ranking = Ranking(config, cluster, batch, objective, estimates, order, enumerated)
-    return _confirmed(ranking, confirm, rates, optimizer) if confirm else ranking
+    return ranking if confirm == 0 else _confirmed(ranking, confirm, rates, optimizer, show)
 
 
 def _wanted(found: Estimates, objective: str) -> np.ndarray:
@@ -237,43 +283,85 @@ def _estimated(
     return len(found), model.of(found.only(model.may_fit(found)))
 
 
-def _confirmed(ranking: Ranking, count: int, rates: Rates | None, optimizer: str) -> Ranking:
+def replay_seconds(plan: Plan, config: GPTConfig) -> float:
+    """Return about how many seconds of a processor the replay of a plan takes.
+
+    110 plans of 16 devices took between 0.6 and 2 times as long, on one core of an Intel Xeon, and
+    five of 64 to 256 up to 2 times. It runs each layer once per microbatch, and prices each call of
+    a layer; with an offload, whose moves come between, one took 16 times as long as without.
+    """
+    layers = plan.pieces * plan.accumulate * config.layers
+    again = 1.5 if plan.checkpoint_blocks == "all" else 1.0
+    tensor = (8 if plan.sequence_parallel else 4) * again if plan.tp > 1 else 0
+    data = {2: 3, 3: 4}.get(plan.zero, 0)
+    away = 8 if plan.offload != "none" else 1
+    return 0.2 + away * layers * (4e-3 * again + 1e-3 * (tensor + data))
+
+
+def replayed(
+    choice: Choice, ranking: Ranking, *, rates: Rates | None = None, optimizer: str = "adamw"
+) -> Choice:
+    """Return a plan of the ranking, confirmed by the replay. Args: rates, optimizer: as plan_for.
+    Raises: PlanError, ConfigError for what the replay cannot run."""
+    found = simulate(
+        choice.plan,
+        ranking.config,
+        ranking.cluster,
+        batch=ranking.batch,
+        order=choice.order,
+        rates=rates,
+        optimizer=optimizer,
+    )
+    return replace(choice, confirmed=found)
+
+
+def _confirmed(
+    ranking: Ranking, count: int | None, rates: Rates | None, optimizer: str, show: Progress
+) -> Ranking:
     """Return the ranking with its best few plans confirmed by the replay; plans that the replay
     finds too large, or cannot run, are removed."""
     ran: list[Choice] = []
-    refused: list[int] = []
-    for place in range(min(MOST_TRIED * count, len(ranking))):
-        if len(ran) == count:
-            break
+    refused: list[Choice] = []
+    removed: list[int] = []
+    wanted = MOST_CONFIRMED if count is None else count
+    left = AFFORDABLE if count is None else inf
+    for place in range(min(MOST_TRIED * wanted, len(ranking))):
         choice = ranking.choice(place)
+        best = min((_figure(other, ranking.objective) for other in ran), default=inf)
+        if len(ran) >= wanted and (count is not None or _figure(choice, ranking.objective) >= best):
+            break
+        left -= replay_seconds(choice.plan, ranking.config)
+        if left < 0:
+            break
+        show.at(len(ran), wanted, f"simulating {choice.text}")
         try:
-            found = simulate(
-                choice.plan,
-                ranking.config,
-                ranking.cluster,
-                batch=ranking.batch,
-                order=choice.order,
-                rates=rates,
-                optimizer=optimizer,
-            )
+            choice = replayed(choice, ranking, rates=rates, optimizer=optimizer)
         except (PlanError, ConfigError):
-            found = None
-        if found is not None and found.fits:
-            ran.append(replace(choice, confirmed=found))
+            removed.append(place)
+            continue
+        if choice.fits:
+            ran.append(choice)
         else:
-            refused.append(place)
+            removed.append(place)
+            refused.append(choice)
     ran.sort(key=lambda choice: _figure(choice, ranking.objective))
-    return replace(ranking, order=np.delete(ranking.order, refused), confirmed=tuple(ran))
+    return replace(
+        ranking,
+        order=np.delete(ranking.order, removed),
+        confirmed=tuple(ran),
+        refused=tuple(refused),
+        mixed=count is None,
+    )
 
 
 def _figure(choice: Choice, objective: str) -> float:
-    found = choice.confirmed
-    assert found is not None
+    """Return what a ranking minimises: by the replay if it ran the plan, else estimated."""
+    found = choice.confirmed or choice
     values: dict[str, float | None] = {
-        "time": found.step_seconds,
+        "time": choice.known_seconds,
         "cost": found.dollars,
         "energy": found.joules,
-        "memory": float(found.peak(found.fullest)["total"]),
+        "memory": choice.known_total,
     }
     return values[objective] or 0.0
 

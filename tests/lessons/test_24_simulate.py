@@ -128,14 +128,14 @@ def test_data_parallel_efficiency_depends_on_bandwidth_and_passes_rather_than_on
 
 @pytest.mark.soak
 def test_the_table_by_size_row_by_row() -> None:
-    """ZeRO-1 is no slower than the row's ZeRO-2; 3D is slower by a tenth at 70 billion, by little
-    at 175."""
+    """No plan is faster than the row's ZeRO-2 at 7 billion; 3D is slower by a fifth at 70 billion,
+    by little at 175; offloading by a tenth at a trillion."""
     rows = list(LESSON.lab.advised())
     assert all(row.advised is not None for row in rows)
-    losses = [row.advised.step_seconds / row.best.step_seconds - 1 for row in rows]
+    losses = [row.advised.known_seconds / row.best.known_seconds - 1 for row in rows]
     assert (
         all(loss >= 0 for loss in losses)
-        and losses[0] < 0.01 < losses[1]
+        and losses[0] < 0.01 < 0.1 < losses[1] < 0.3
         and losses[2] < 0.03
-        and losses[3] < 0.03
+        and 0.03 < losses[3] < 0.12
     )

@@ -33,11 +33,9 @@ def test_what_a_layer_keeps_to_be_computed_again_is_shared_by_all_expert_axes(cu
     shared = cells()
     alone = cells()
     wide = cut._replace(ep=8)
-    shared._kept(cut)
-    found = shared._kept(wide)
-    expected = alone._kept(wide)
-    assert found[1] - found[0] == expected[1] - expected[0] > 0
-    assert len(shared._keeps) == 1
+    shared.cell(cut)
+    found = shared.cell(wide).layer_kept
+    assert found == alone.cell(wide).layer_kept > 0
 
 
 def test_a_host_updates_a_weight_of_any_model_in_the_same_time(

@@ -8,8 +8,9 @@ from minidist.nn import GPTConfig
 from minidist.parallel.pipeline.instructions import BackwardInput, BackwardWeights
 from minidist.parallel.pipeline.schedule_checker import peak_held
 from minidist.parallel.pipeline.schedules import make_schedule
-from minidist.plan.candidates import COLUMNS, Candidates, candidates
+from minidist.plan.candidates import COLUMNS, SCHEDULES, Candidates, candidates
 from minidist.plan.estimate import TERMS, Estimates, Estimator
+from minidist.plan.ranking import plan_words
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.simulate import simulate
 
@@ -82,6 +83,64 @@ def test_the_fast_path_is_near_the_replay(estimates: Estimates, wanted: dict[str
     nbytes = estimates.total[number] / found.peak(found.fullest)["total"] - 1
     print(f"{wanted}: seconds {seconds:+.1%}, bytes {nbytes:+.1%}")
     assert abs(seconds) < SECONDS and abs(nbytes) < BYTES, (seconds, nbytes)
+
+
+# ------------------------------------------------------------------------------ plans that are drawn
+
+SLOW = Cluster.parse("a100-80g:2x4")
+WIDE = GPTConfig(vocabulary=8192, context=2048, layers=8, width=4096, heads=32, positions="rotary")
+"""Calls of the data axis take as long as the computing that they could hide behind."""
+ANY = {"seconds": 0.08, "bytes": 0.06}
+"""The bounds of a drawn plan, as shares of the replay's; the worst of the 144 below are 5.7 % and
+4.6 %, their means 1.1 % and 0.8 %."""
+
+
+def drawn(schedule: str | None, zero: int, count: int) -> Candidates:
+    """Some plans on a slow network with this schedule (None: without a pipeline) and ZeRO stage."""
+    found = candidates(WIDE, SLOW, batch=32, offload=False)
+    piped = found.column("pp") > 1
+    kind = piped & (found.column("schedule") == SCHEDULES.index(schedule)) if schedule else ~piped
+    kind &= (found.column("zero") == zero) & (found.column("pieces") <= 8)
+    kind &= found.rows("dp", "ep", "cp").prod(axis=1) > 1
+    draw = np.random.default_rng([zero, SCHEDULES.index(schedule) if schedule else 9])
+    return found.only(draw.choice(np.flatnonzero(kind), count, replace=False))
+
+
+def differences(found: Candidates) -> list[tuple[dict[str, float], str]]:
+    """(estimate over replay - 1 of seconds and bytes, the plan) of each."""
+    model = Estimator(WIDE, SLOW).of(found)
+    made = []
+    for number in range(len(found)):
+        plan = found.plan(number)
+        exact = simulate(plan, WIDE, SLOW, batch=32, order=found.order(number))
+        off = {
+            "seconds": float(model.step_seconds[number] / exact.step_seconds - 1),
+            "bytes": float(model.total[number] / exact.peak(exact.fullest)["total"] - 1),
+        }
+        made.append((off, " ".join([*plan_words(plan), *found.order(number)])))
+        print({name: f"{share:+.1%}" for name, share in off.items()}, made[-1][1])
+    return made
+
+
+def require_near(found: Candidates) -> None:
+    for off, plan in differences(found):
+        assert all(abs(off[name]) < bound for name, bound in ANY.items()), (off, plan)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+def test_any_plan_is_near_the_replay(schedule: str | None, zero: int) -> None:
+    """With ZeRO-2 and 3 the backward of each microbatch waits for its reductions, and of zb-h1 and
+    zb-v none is hidden: such an estimate was once a third too short."""
+    require_near(drawn(schedule, zero, 1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+def test_many_plans_are_near_the_replay(schedule: str | None, zero: int) -> None:
+    require_near(drawn(schedule, zero, 6))
 
 
 @pytest.mark.soak

@@ -1,10 +1,12 @@
 """Ranking, explanation, forecast, scaling: what they must say of a small model on small
 clusters."""
 
+import json
 import shlex
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,12 @@ from minidist.errors import ConfigError
 from minidist.nn import GPTConfig
 from minidist.plan.explain import advice, binding, chart_path, explain
 from minidist.plan.forecast import ASSUMED, DAY, Prices, forecast, save_seconds
-from minidist.plan.ranking import Ranking, command, plan_for
+from minidist.plan.ranking import AFFORDABLE, Ranking, command, plan_for, replay_seconds
 from minidist.plan.scaling import strong, weak
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.models import model
+from minidist.simulate.results import Simulation
+from minidist.simulate.simulate import simulate
 from minidist.survive.interval import best_interval, goodput
 
 CONFIG = GPTConfig(vocabulary=4096, context=512, layers=2, width=1024, heads=2, positions="rotary")
@@ -53,6 +57,55 @@ def test_the_replay_confirms_the_best() -> None:
     first, second = (choice.confirmed for choice in found.confirmed)
     assert first and second and first.step_seconds <= second.step_seconds and first.fits
     assert found.best.step_seconds == pytest.approx(first.step_seconds, rel=0.15)
+    assert found.best.known_by == "replayed" and found.best.known_seconds == first.step_seconds
+    assert found.best.known_total == first.peak(first.fullest)["total"]
+    assert found.top(3)[2].known_by == "estimated"
+
+
+@pytest.fixture
+def first_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan that is replayed needs more memory than its device has."""
+    ran: list[Simulation] = []
+
+    def run(*words: Any, **options: Any) -> Simulation:
+        found = simulate(*words, **options)
+        ran.append(found)
+        cluster = found.cluster
+        tiny = replace(cluster, device=replace(cluster.device, memory_bytes=1))
+        return replace(found, cluster=tiny) if len(ran) == 1 else found
+
+    monkeypatch.setattr("minidist.plan.ranking.simulate", run)
+
+
+def test_a_plan_that_does_not_fit_when_replayed_loses_its_place(first_is_too_large: None) -> None:
+    before = ranked()
+    found = plan_for(CONFIG, "h100:2x2", batch=8, confirm=1)
+    assert [choice.plan for choice in found.refused] == [before.best.plan]
+    assert len(found) == len(before) - 1 and len(found.confirmed) == 1
+    assert found.best.confirmed is not None and found.best.fits and not found.refused[0].fits
+    lost = (found.refused[0].plan, found.refused[0].order)
+    assert lost not in [(choice.plan, choice.order) for choice in found.top(len(found))]
+
+
+@pytest.mark.parametrize(("affordable", "ran"), [(0.0, 0), (1.0, 1), (100.0, 3)])
+def test_by_default_as_many_are_replayed_as_are_affordable(
+    affordable: float, ran: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minidist.plan.ranking.AFFORDABLE", affordable)
+    monkeypatch.setattr("minidist.plan.ranking.replay_seconds", lambda plan, config: 0.6)
+    found = plan_for(CONFIG, "h100:2x2", batch=8, confirm=None)
+    assert len(found.confirmed) == ran or ran == 3 < len(found.confirmed)
+    seconds = [choice.known_seconds for choice in found.top(20)]
+    assert seconds == sorted(seconds)
+    assert affordable < 100 or found.best.known_by == "replayed"
+
+
+def test_a_replay_is_expected_to_take_longer_for_more_passes_and_calls() -> None:
+    few, more, tensor = (
+        replay_seconds(md.Plan(**sizes), CONFIG)
+        for sizes in (dict(dp=4), dict(dp=4, accumulate=2), dict(dp=2, tp=2, accumulate=2))
+    )
+    assert 0 < few < more < tensor < AFFORDABLE
 
 
 def test_md_plan_for_is_the_function() -> None:
@@ -238,7 +291,33 @@ def test_minidist_plan_tells_ranking_reasons_and_forecast(
     assert (
         out.count("scaling ──") == 2 and "near-linear (N0:430, N1:100, N2:86; 90%, assumed)" in out
     )
+    assert "ranked by time: by formulas, " in out and " of the best by replay" in out
+    assert "replayed" in out and "known by" in out
     assert '"spot"' in (tmp_path / "found.json").read_text()
+
+
+PLAN = ["plan", "--cluster", "h100:2x2", *SIZES, "--batch", "8"]
+
+
+def test_without_a_replay_each_row_says_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--confirm", "0", "--top", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "by formulas (--confirm 1 simulates the best" in out
+    assert out.count("estimated │") == 2 and "replayed" not in out
+
+
+def test_the_table_marks_what_does_not_fit_when_replayed(
+    first_is_too_large: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "found.json"
+    assert main([*PLAN, "--confirm", "1", "--top", "2", "--json", str(path)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert "replayed" in rows[0] and "estimated" in rows[1]
+    assert "does not" in " ".join(rows[2:]) and rows[2].split("│")[1].strip() == "-"
+    found = json.loads(path.read_text())
+    assert [plan["fits"] for plan in found["plans"]] == [True, True]
+    assert [plan["fits"] for plan in found["refused"]] == [False]
+    assert found["refused"][0]["confirmed_bytes"] > 1
 
 
 @pytest.mark.parametrize(
