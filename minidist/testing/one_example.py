@@ -10,6 +10,7 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.errors import CommError, ConfigError, DeadlockError, TimeoutError
 from minidist.launch import run
+from minidist.launch.arguments import check_seconds
 from minidist.testing.reference import (
     REDUCING,
     ROOTED,
@@ -46,8 +47,11 @@ def check_example(
     Returns: None.
     Raises:  AssertionError: a rank raised, waits in vain, changed its argument, or returned another
              result than NumPy; the message tells which ranks, and the first element that differs.
-             ConfigError if the function does not take the arguments of the verb.
+             ConfigError if the function does not take the arguments of the verb, or the example's
+             fields do not fit together.
     """
+    example.check()
+    limit = check_seconds("check_example", "limit", limit)
     options = _options(example, function)
     size = 1 + max(example.world_ranks, default=example.size - 1)
     arrivals = [Arrivals(example.size) for _ in range(CALLS)]
@@ -61,9 +65,9 @@ def check_example(
     except Exception as error:
         raise AssertionError(_text(example, function, *_raised(error))) from error
     members = example.world_ranks or range(example.size)
-    found = [found[rank] for rank in members]
+    inside = [calls for calls in (found[rank] for rank in members) if calls is not None]
     for number in range(CALLS):
-        results = [calls[number] for calls in found]
+        results = [calls[number] for calls in inside]
         problems = _problems(example, number, results, same_bits, overwrites)
         if not problems:
             continue
@@ -109,7 +113,7 @@ def _options(example: Example, function: Callable[..., Any]) -> dict[str, Any]:
     if not callable(function):
         raise ConfigError(f"check of {example.verb}: {function!r} is no function")
     try:
-        parameters = inspect.signature(function).parameters
+        parameters = {**inspect.signature(function).parameters}
     except (TypeError, ValueError):  # a function in C, whose arguments Python does not know
         parameters = {}
     every = not parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -208,6 +212,7 @@ def _difference(example: Example, got: Any, want: Any) -> str:
         return ""
     if not isinstance(got, np.ndarray | np.generic):
         return f"returned {_kind(got)}, expected an array"
+    got = np.asarray(got)
     if got.dtype != want.dtype:
         return f"returned dtype {got.dtype}, expected {want.dtype}"
     if got.shape != want.shape:
@@ -215,7 +220,10 @@ def _difference(example: Example, got: Any, want: Any) -> str:
     rounded = example.values == "rough" or example.op == "mean"
     if rounded and example.verb in REDUCING:
         wide = np.complex128 if want.dtype.kind == "c" else np.float64
-        right = np.isclose(got.astype(wide), want.astype(wide), **tolerance(example))
+        near = tolerance(example)
+        right = np.isclose(
+            got.astype(wide), want.astype(wide), rtol=near["rtol"], atol=near["atol"]
+        )
     else:
         right = np.equal(got, want)
     if np.all(right):

@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from minidist.comm.calls.reduction import UFUNCS
+from minidist.errors import ConfigError
 
 VERBS = (
     "broadcast",
@@ -38,6 +39,7 @@ ROOTED = ("broadcast", "scatter", "reduce", "gather")
 OPS = tuple(UFUNCS)
 LAYOUTS = ("plain", "strided", "read-only", "transposed")
 VALUES = ("whole", "large", "rough")
+SIZES = (2, 3, 4, 5, 8, 1)
 TRANSPORTS = ("threads", "threads-unbuffered")
 ONLY_ON = {"native": ("mpi",), "shared": ("shm",)}
 """Algorithms that not every transport has."""
@@ -70,7 +72,7 @@ _WIDE = {
     np.dtype(np.float16): np.dtype(np.float32),
     np.dtype(ml_dtypes.bfloat16): np.dtype(np.float32),
 }
-_MOST_WHOLE = 27  # whole numbers are below it
+_MOST_WHOLE = 27  # whole numbers go up to it
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,55 @@ class Example:
         """Return the dtype as NumPy's object."""
         return dtype_of(self.dtype)
 
+    def check(self) -> None:
+        """Raise ConfigError unless the fields fit together."""
+        check_verb(self.verb)
+        dtype_of(self.dtype)
+        rows = self.lengths if self.verb == "all_to_all" else [self.lengths]
+        shape = f"{self.size} tuples of {self.size}" if self.verb == "all_to_all" else self.size
+        wrong = ""
+        if not isinstance(self.size, int) or self.size < 1:
+            wrong = f"size={self.size!r}; expected a count of ranks"
+        elif not all(isinstance(row, tuple) and len(row) == self.size for row in rows):
+            wrong = f"lengths={self.lengths!r}; expected a tuple of {shape} lengths"
+        elif self.root not in range(self.size):
+            wrong = f"root={self.root!r}; expected a rank below {self.size}"
+        elif self.world_ranks and len({*self.world_ranks}) != self.size:
+            wrong = f"world_ranks={self.world_ranks!r}; expected {self.size} ranks, or ()"
+        choices = {"op": OPS, "layout": LAYOUTS, "values": VALUES, "transport": TRANSPORTS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                wrong = f"{name}={getattr(self, name)!r}; choose one of {', '.join(known)}"
+        if wrong:
+            raise ConfigError(f"example of {self.verb}: {wrong}")
+
 
 def dtype_of(name: str) -> np.dtype:
-    """Return the dtype of a name of NumPy or ml_dtypes. Raises: TypeError for any other name."""
-    return np.dtype(getattr(ml_dtypes, name, name))
+    """Return the dtype of a name of NumPy or ml_dtypes.
+
+    Raises: ConfigError for any other name, and for a dtype without numbers.
+    """
+    try:
+        kind = np.dtype(getattr(ml_dtypes, name, name))
+        if kind.kind not in "biuc":
+            ml_dtypes.finfo(kind)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{name!r} is no dtype of NumPy or ml_dtypes for numbers; for example "
+            f"{', '.join(DTYPES)}"
+        ) from None
+    return kind
+
+
+def defined(op: str, dtype: str) -> bool:
+    """Return whether an op is defined for a dtype: the mean of integers would have to round."""
+    return op != "mean" or dtype_of(dtype).kind not in "biu"
+
+
+def check_verb(verb: str) -> None:
+    """Raise ConfigError unless `verb` is the name of a collective."""
+    if verb not in VERBS:
+        raise ConfigError(f"there is no collective {verb!r}; choose one of {', '.join(VERBS)}")
 
 
 # --------------------------------------------------------------------------------------- arguments
@@ -153,18 +200,23 @@ def numbers(example: Example, rank: int, length: int, salt: int = 0) -> np.ndarr
     kind = example.kind()
     if example.values == "rough":
         real, imaginary = np.random.default_rng([rank, salt]).standard_normal((2, length))
-        return (real + 1j * imaginary if kind.kind == "c" else real).astype(kind)
-    index = np.arange(length) + 7 * rank + 13 * salt
+        rough: np.ndarray = real + 1j * imaginary if kind.kind == "c" else real
+        return rough.astype(kind)
+    index: np.ndarray = np.arange(length) + 7 * rank + 13 * salt
     if kind.kind == "b":
-        return index % 3 == 0
+        third: np.ndarray = index % 3 == 0
+        return third
     exact = kind.kind in "iu" or example.op not in ("prod", "mean")
     if example.values == "large" and exact:
         return _large(example, rank, length, salt)
     if example.op == "prod" and example.verb in REDUCING:
-        small = np.where(index % 5 < 3, 1, 2)
-        return (small if kind.kind == "u" else small * np.where(index % 2, 1, -1)).astype(kind)
+        factors: np.ndarray = np.where(index % 5 < 3, 1, 2)
+        if kind.kind != "u":
+            factors = factors * np.where(index % 2, 1, -1)
+        return factors.astype(kind)
     most = _MOST_WHOLE if kind.kind in "iu" else min(_MOST_WHOLE, _largest(kind) // example.size)
-    whole = (index * 11 + rank * rank) % max(most, 2)
+    # no zeros: a sum without them would look right
+    whole = 1 + (index * 11 + rank * rank) % max(most, 2)
     if kind.kind == "c":
         return (whole + 1j * (whole[::-1] + rank)).astype(kind)
     return whole.astype(kind)
@@ -176,14 +228,16 @@ def _large(example: Example, rank: int, length: int, salt: int) -> np.ndarray:
     if kind.kind in "iu":
         native = kind.newbyteorder("=")
         low, high = np.iinfo(native).min, np.iinfo(native).max
-        return draw.integers(low, high, length, native, endpoint=True).astype(kind)
+        whole: np.ndarray = draw.integers(low, high, length, native, endpoint=True)
+        return whole.astype(kind)
     most = min(_largest(kind) // example.size, 1 << 62)
-    real, imaginary = draw.integers(-most, most, (2, length), endpoint=True)
+    parts: np.ndarray = draw.integers(-most, most, (2, length), endpoint=True)
     if kind.kind != "c":
+        real: np.ndarray = parts[0]
         return real.astype(kind)
     both = np.empty(length, kind)
-    both.real = real
-    both.imag = imaginary
+    both.real = parts[0]
+    both.imag = parts[1]
     return both
 
 
@@ -234,7 +288,7 @@ def _reduced(example: Example, call: int) -> np.ndarray:
     ufunc = UFUNCS[example.op]
     wide = _WIDE.get(kind, kind)
     arrays = [argument(example, rank, call).astype(wide) for rank in range(example.size)]
-    total = arrays[0]
+    total: np.ndarray = arrays[0]
     for array in arrays[1:]:
         total = ufunc(total, array)
     if example.op == "mean":

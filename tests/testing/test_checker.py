@@ -14,7 +14,7 @@ from minidist.comm.chunks import split
 from minidist.comm.collectives import pairwise, ring, tree
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
-from minidist.testing import check_collective
+from minidist.testing import Example, check_collective, check_example
 from minidist.testing.reference import DTYPES, EVERY_DTYPE, OPS, VERBS
 
 COUNT = 20
@@ -372,8 +372,6 @@ def test_planted_bug_is_found_and_told(name):
 
 
 def test_the_line_of_a_message_runs_its_example_again():
-    from minidist.testing import Example, check_example  # noqa: PLC0415, F401 - for eval
-
     with pytest.raises(AssertionError) as caught:
         check_collective("all_reduce", last_rank_missing)
     line = str(caught.value).splitlines()[-1].removeprefix("only this: ")
@@ -422,7 +420,11 @@ def test_a_rank_that_hangs_outside_of_messages_is_told_once():
         ("all_reduce", {"sizes": (0,)}, "sizes has 0; expected counts of ranks"),
         ("all_reduce", {"sizes": ()}, r"sizes=\(\); expected a tuple of choices"),
         ("all_reduce", {"dtypes": "float32"}, "dtypes='float32'; expected a tuple"),
-        ("all_reduce", {"dtypes": ("float31",)}, "dtypes has 'float31', which is no dtype"),
+        ("all_reduce", {"dtypes": ("float31",)}, "'float31' is no dtype of NumPy or ml_dtypes"),
+        ("all_reduce", {"dtypes": ("U5",)}, "'U5' is no dtype .* for numbers; for example float32"),
+        ("all_reduce", {"dtypes": ("int8",), "ops": ("mean",)}, "no op of .*mean.* is defined"),
+        ("all_reduce", {"limit": -1}, "limit"),
+        ("all_reduce", {"examples": True}, "examples=True; expected a count"),
         ("all_reduce", {"ops": ("avg",)}, "ops has 'avg'; choose among sum, mean"),
         ("all_reduce", {"transports": ("tcp",)}, "transports has 'tcp'; choose among threads"),
         ("all_reduce", {"layouts": ("odd",)}, "layouts has 'odd'; choose among plain"),
@@ -435,6 +437,37 @@ def test_a_wrong_call_gets_one_clear_line(verb, options, says):
     with pytest.raises(ConfigError, match=says) as caught:
         check_collective(verb, own_all_reduce, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("example", "says"),
+    [
+        (Example("sum", 2, (1, 1)), "no collective 'sum'"),
+        (Example("all_reduce", 0, ()), "size=0; expected a count of ranks"),
+        (Example("all_reduce", 3, (4, 4)), r"lengths=\(4, 4\); expected a tuple of 3 lengths"),
+        (Example("all_reduce", 3, 4), "lengths=4; expected a tuple of 3 lengths"),
+        (Example("all_to_all", 2, (1, 1)), "expected a tuple of 2 tuples of 2 lengths"),
+        (Example("reduce", 2, (1, 1), root=2), "root=2; expected a rank below 2"),
+        (Example("reduce", 2, (1, 1), dtype="float31"), "'float31' is no dtype"),
+        (Example("reduce", 2, (1, 1), layout="odd"), "layout='odd'; choose one of plain"),
+        (Example("reduce", 2, (1, 1), world_ranks=(1, 1)), "expected 2 ranks, or"),
+    ],
+)
+def test_an_example_that_cannot_be_gets_one_clear_line(example, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_example(example, Group.reduce)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_mean_is_checked_with_the_dtypes_that_have_one():
+    seen = set()
+
+    def mean(group, x, op):
+        seen.add((op, x.dtype.kind in "biu"))
+        return group.all_reduce(x, op)
+
+    check_collective("all_reduce", mean, ops=("mean",), examples=COUNT)
+    assert seen == {("mean", False)}
 
 
 def test_a_function_is_expected():

@@ -24,24 +24,33 @@ def test_a_broadcast_keeps_every_array(x, size):
         assert result.dtype == x.dtype and np.array_equal(result, x)
 
 
-@pytest.mark.parametrize("dtype", EVERY_DTYPE)
-def test_arrays_have_every_dtype(dtype):
-    assert (
-        find(strategies.arrays(), lambda x: x.dtype == dtype_of(dtype), settings=QUICK) is not None
-    )
-    assert find(strategies.arrays(dtype), lambda _: True, settings=QUICK).dtype == dtype_of(dtype)
+def test_arrays_have_every_dtype_layout_and_length():
+    seen = set()
+
+    @given(x=strategies.arrays())
+    @settings(max_examples=300)
+    def look(x):
+        transposed = x.ndim == 2 and x.flags.f_contiguous and not x.flags.c_contiguous
+        strided = x.ndim == 1 and not x.flags.c_contiguous
+        seen.update(
+            [
+                x.dtype.str if x.dtype.kind != "V" else x.dtype.name,
+                f"writeable {x.flags.writeable}",
+                "transposed" if transposed else "strided" if strided else "plain",
+                "empty" if x.size == 0 else "long" if x.size > 1000 else "short",
+            ]
+        )
+
+    look()
+    dtypes = {dtype_of(name) for name in EVERY_DTYPE}
+    assert {one.str if one.kind != "V" else one.name for one in dtypes} <= seen
+    assert {"writeable True", "writeable False", "transposed", "strided", "plain"} <= seen
+    assert {"empty", "long", "short"} <= seen
 
 
-def test_arrays_have_every_layout_and_length():
-    for wanted in (
-        lambda x: not x.flags.writeable,
-        lambda x: x.size and not x.flags.c_contiguous and x.ndim == 1,
-        lambda x: x.size and not x.flags.c_contiguous and x.T.flags.c_contiguous,
-        lambda x: x.size == 0,
-        lambda x: x.size > 1000,
-    ):
-        assert find(strategies.arrays(), wanted, settings=QUICK) is not None
-    assert find(strategies.arrays(length=7), lambda _: True, settings=QUICK).size == 7
+def test_an_array_of_one_dtype_and_length():
+    x = find(strategies.arrays("bfloat16", "plain", 7), lambda _: True, settings=QUICK)
+    assert (x.dtype.name, x.size, x.flags.c_contiguous) == ("bfloat16", 7, True)
 
 
 def test_splits_are_uneven_and_groups_in_any_order():
