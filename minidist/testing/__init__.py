@@ -9,7 +9,7 @@ unbuffered transport.
     check_collective("all_reduce", all_reduce)
 
 An AssertionError tells the smallest example that is wrong: ranks, size, dtype, layout, and the
-first element that differs, or which rank waits for which. Two parts can be used alone:
+first element that differs, or which rank waits for which. Its parts, for tests of another form:
 
     check_example(Example("all_reduce", 3, (4, 4, 4)), all_reduce)     # one example; no Hypothesis
     @given(example=strategies.examples("all_reduce"))                  # a property test of your own

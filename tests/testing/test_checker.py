@@ -1,5 +1,6 @@
 """The checker accepts right collectives and tells what is wrong with wrong ones."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -131,6 +132,19 @@ def test_every_dtype_and_layout_is_tried_over_both_transports_also_without_hypot
 
     check_collective("all_reduce", all_reduce, examples=0)
     assert seen == {*DTYPES, "read-only", "not contiguous", "other", True, False}
+
+
+def test_the_example_of_the_docstring_is_right():
+    def all_reduce(group, x):
+        return np.sum(group.all_gather(x[np.newaxis]), axis=0, dtype=x.dtype)
+
+    code = "return np.sum(group.all_gather(x[np.newaxis]), axis=0, dtype=x.dtype)"
+    assert code in check_collective.__doc__ and code in inspect.getsource(all_reduce)
+    check_collective("all_reduce", all_reduce, examples=COUNT)
+
+
+def test_ranks_may_add_in_their_own_order_where_that_is_said():
+    check_collective("all_reduce", own_value_added_first, same_bits=False, transports=("threads",))
 
 
 def test_a_function_may_overwrite_its_argument_where_that_is_said():
@@ -479,8 +493,11 @@ def test_without_hypothesis_one_line_names_the_remedy_and_one_example_can_be_che
     code = (
         "import sys; sys.modules['hypothesis'] = None\n"
         "from minidist.testing import Example, check_example\n"
+        "from minidist.testing.every_dtype import every_dtype\n"
         "from minidist.comm.group import Group\n"
         "check_example(Example('all_reduce', 2, (3, 3)), Group.all_reduce)\n"
+        "for example in every_dtype('scatter', dtypes=('int8',)):\n"
+        "    check_example(example, Group.scatter)\n"
         "try:\n"
         "    from minidist.testing import check_collective\n"
         "except ImportError as error:\n"
