@@ -24,6 +24,7 @@ from minidist.testing.reference import (
 
 CALLS = 2  # on one group, one after the other: the second receives what the first left behind
 LATE = 0.03  # seconds that the last rank waits before it calls a barrier, unless a rank leaves it
+MOST_LATE = 1.0  # seconds that it waits until all others have called; one of them may have failed
 MOST_SHOWN = 40  # elements of arguments in a message
 MOST_RANKS_SHOWN = 4
 
@@ -82,21 +83,25 @@ def check_example(
 
 
 class Arrivals:
-    """The ranks that have called a barrier. One rank calls last: it waits until another rank has
-    left the barrier too early, or for LATE seconds."""
+    """The ranks that have called a barrier. One rank calls last: it waits until all others have
+    called, then until one of them has left the barrier too early, or for LATE seconds."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._called: set[int] = set()
         self._lock = threading.Lock()
+        self._others_called = threading.Event()
         self._left_early = threading.Event()
 
     def call(self, rank: int, last: int) -> None:
         """Note that `rank` calls the barrier; rank `last` waits first."""
         if rank == last and self._size > 1:
+            self._others_called.wait(MOST_LATE)
             self._left_early.wait(LATE)
         with self._lock:
             self._called.add(rank)
+            if len(self._called) == self._size - 1:
+                self._others_called.set()
 
     def missing(self) -> list[int]:
         """Return the ranks that have not called the barrier; a rank asks when it has left it."""

@@ -15,7 +15,7 @@ from minidist.comm.chunks import split
 from minidist.comm.collectives import pairwise, ring, tree
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
-from minidist.testing import Example, check_collective, check_example
+from minidist.testing import Example, check_collective, check_example, checker
 from minidist.testing.reference import DTYPES, EVERY_DTYPE, OPS, VERBS
 
 COUNT = 20
@@ -32,8 +32,12 @@ def ends(group):
 @pytest.mark.sampled
 @pytest.mark.parametrize(("verb", "algorithm"), PAIRS)
 def test_every_algorithm_of_the_library_is_right(verb, algorithm):
+    """Without buffers; tests/comm/test_conformance.py has them over the other transports."""
     method = partial(getattr(Group, verb), algorithm=algorithm)
-    count = check_collective(verb, method, dtypes=EVERY_DTYPE, ops=OPS, examples=COUNT)
+    unbuffered = ("threads-unbuffered",)
+    count = check_collective(
+        verb, method, dtypes=EVERY_DTYPE, ops=OPS, transports=unbuffered, examples=COUNT
+    )
     assert count >= COUNT
 
 
@@ -374,7 +378,8 @@ def barrier_of_neighbours(group):
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_planted_bug_is_found_and_told(name):
+def test_planted_bug_is_found_and_told(name, monkeypatch):
+    monkeypatch.setattr(checker, "SHRINKING", 1.0)
     verb, function, says, options = MUTANTS[name]
     started = time.monotonic()
     with pytest.raises(AssertionError) as caught:
