@@ -71,7 +71,7 @@ class Drawn:
         )
 
     def kind(self) -> np.dtype:
-        return self.example.kind()
+        return reference.dtype_of(self.dtype)
 
 
 def bring(case: Drawn, rank: int) -> Any:
