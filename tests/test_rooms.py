@@ -38,6 +38,7 @@ FLOORS = [
     ["minidist.parallel.step"],
     ["minidist.nn", "minidist.optim", "minidist.data"],
     ["minidist.autograd"],
+    ["minidist.testing"],
     ["minidist.launch"],
     ["minidist.comm.transports", "minidist.comm.records"],
     ["minidist.comm.group"],

@@ -16,9 +16,13 @@ from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, expect
 from minidist.launch import run
+from minidist.testing import check_example
+from minidist.testing.every_dtype import every_dtype
 
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
 SIZES = (5, 4, 2, 1)
+OTHERS = {"broadcast": "plain_broadcast", "all_to_all": "plain_all_to_all", "barrier": "barrier"}
+"""The function of each collective of the exercise."""
 
 
 class Link:
@@ -69,6 +73,8 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield from _all_to_all(exercise, size)
     for size in (8, *SIZES):
         yield from _barrier(exercise, size)
+    for verb, name in OTHERS.items():
+        yield _other_arrays(getattr(exercise, name), verb)
     for algorithm in ("tree", "ring"):
         yield from _seconds(exercise, algorithm)
 
@@ -297,6 +303,29 @@ def _heard_of(links: list[Link], rank: int) -> set[int]:
             for link in links
         ]
     return heard[rank]
+
+
+# ------------------------------------------------------------------------------------ other arrays
+
+
+def _other_arrays(function: Callable[..., Any], verb: str) -> Result:
+    """Other dtypes, layouts in memory, lengths and groups, by the checker of minidist.testing."""
+    task = f"{verb}, other arrays"
+    examples = list(every_dtype(verb, sizes=SIZES, dtypes=("float64", "int8"), subgroups=False))
+    for example in examples:
+        try:
+            check_example(example, function, limit=LIMIT)
+        except AssertionError as error:
+            told = str(error).splitlines()
+            return Result(
+                task,
+                False,
+                "as NumPy",
+                f"{told[0]}: {told[1].strip()}: {told[2].strip()}",
+                "not for every array",
+                "arrays of any dtype and length must arrive as they left: section 2",
+            )
+    return Result(task, True, "as NumPy", f"{len(examples)} examples as NumPy")
 
 
 # ------------------------------------------------------------------------------------ the α-β model

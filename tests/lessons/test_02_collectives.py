@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from filling import assert_named, graded, right
+from filling import assert_named, fill, graded, right
 
 import minidist as md
 from minidist.comm.cost import critical_path, volume
 from minidist.comm.cost.link_model import LinkCost
-from minidist.grading import load_module
+from minidist.grading import grade, load_module
 from minidist.lessons import find
 
 STORY = find("02").part("README.md").read_text(encoding="utf-8")
@@ -66,6 +66,35 @@ def test_the_letters_of_the_costs_are_told_before_they_are_used() -> None:
 def test_the_right_filling_passes(tmp_path: Path) -> None:
     result = graded("02", RIGHT, tmp_path)
     assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize(
+    ("right_line", "wrong_line", "said"),
+    [
+        (
+            "    received = list(parts)",
+            "    parts = [np.asarray(part, float) for part in parts]\n    received = list(parts)",
+            "part 0: returned dtype float64, expected int8",
+        ),
+        (
+            "    return x\n",
+            "    return np.array(x, np.float64)\n",
+            "rank 0: returned dtype float64, expected int8",
+        ),
+    ],
+)
+def test_a_filling_for_floats_only_fails(
+    right_line: str, wrong_line: str, said: str, tmp_path: Path
+) -> None:
+    lesson = find("02")
+    source = fill(lesson.part("exercise.py").read_text(encoding="utf-8"), RIGHT)
+    assert right_line in source
+    file = tmp_path / "exercise_02.py"
+    file.write_text(source.replace(right_line, wrong_line, 1), encoding="utf-8")
+    result = grade("02", lesson.part("check.py"), file)
+    assert not result.passed
+    line = result.results[-1].line()
+    assert "not for every array" in line and said in line
 
 
 @pytest.mark.sampled(every=12)

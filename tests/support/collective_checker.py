@@ -5,38 +5,27 @@ ledger to account.
 that can be seen from outside. tests/comm/collectives/test_mutants.py shows that it does, on
 algorithms that are wrong on purpose.
 
-Values are whole numbers so small that every order of additions gives the same sum in the dtype, so
-results are compared bit for bit with NumPy; "rough" values are not, and are compared within
-rounding, but with the same bits on all ranks.
+What the ranks bring and what NumPy makes of it is in minidist/testing/reference.py: whole numbers
+are compared bit for bit, "rough" ones within rounding, but with the same bits on all ranks.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from helpers import run
 
-from minidist.comm.calls.reduction import UFUNCS
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
 from minidist.comm.group import Group
-
-REDUCING = ("reduce", "all_reduce", "reduce_scatter")
-ROOTED = ("broadcast", "scatter", "reduce", "gather")
-ONLY_ON = {"native": ("mpi",), "shared": ("shm",)}
-"""Algorithms that not every transport has."""
+from minidist.testing import reference
+from minidist.testing.reference import ONLY_ON, REDUCING, ROOTED, Example, bits, same
 
 ALL_PAIRS = [
     (verb, algorithm) for verb, algorithms in ALGORITHMS.items() for algorithm in algorithms
 ]
 PAIRS = [pair for pair in ALL_PAIRS if pair[1] not in ONLY_ON]
-LAYOUTS = ("plain", "strided", "read-only", "transposed")
-WIDE = {
-    np.dtype(np.float16): np.dtype(np.float32),
-    np.dtype(ml_dtypes.bfloat16): np.dtype(np.float32),
-}
 
 
 @dataclass(frozen=True)
@@ -66,87 +55,34 @@ class Drawn:
     transport: str = "threads"
     limit: float = 20.0
 
+    @property
+    def example(self) -> Example:
+        """What NumPy has to know of the call."""
+        lengths = self.lengths
+        return Example(
+            self.verb,
+            self.size,
+            tuple(map(tuple, lengths)) if self.verb == "all_to_all" else tuple(lengths),
+            self.dtype,
+            self.op,
+            self.root,
+            self.layout,
+            "rough" if self.rough else "whole",
+        )
+
     def kind(self) -> np.dtype:
-        return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
-
-
-def values(case: Drawn, rank: int, length: int, salt: int = 0) -> np.ndarray:
-    """What a rank brings: another value for each rank and index, as far as the dtype can tell them
-    apart."""
-    kind = case.kind()
-    index = np.arange(length) + 7 * rank + 13 * salt
-    if case.rough:
-        real, imaginary = np.random.default_rng([rank, salt]).standard_normal((2, length))
-        return (real + 1j * imaginary if kind.kind == "c" else real).astype(kind)
-    if kind.kind == "b":
-        return index % 3 == 0
-    if case.op == "prod" and case.verb in REDUCING:
-        numbers = np.where(index % 5 < 3, 1, 2)
-        return (numbers if kind.kind == "u" else numbers * np.where(index % 2, 1, -1)).astype(kind)
-    numbers = (index * 11 + rank * rank) % 27
-    if kind.kind == "c":
-        return (numbers + 1j * (numbers[::-1] + rank)).astype(kind)
-    return numbers.astype(kind)
-
-
-def laid_out(array: np.ndarray, layout: str) -> np.ndarray:
-    """The same values, lying otherwise in memory."""
-    if layout == "strided":
-        return np.repeat(array, 2, axis=0)[::2]
-    if layout == "transposed":
-        return np.ascontiguousarray(array.T).T
-    copy = array.copy()
-    copy.flags.writeable = layout != "read-only"
-    return copy
+        return reference.dtype_of(self.dtype)
 
 
 def bring(case: Drawn, rank: int) -> Any:
     """The argument of one rank: an array, a list of arrays for all_to_all, or None where the verb
     takes none."""
-    if case.verb == "barrier" or (case.verb in ("broadcast", "scatter") and rank != case.root):
-        return None
-    if case.verb == "all_to_all":
-        return [
-            laid_out(values(case, rank, length, salt=dst), case.layout)
-            for dst, length in enumerate(case.lengths[rank])
-        ]
-    length = case.lengths[rank]
-    if case.verb in ("scatter", "gather", "all_gather"):
-        return laid_out(values(case, rank, 2 * length).reshape(length, 2), case.layout)
-    return laid_out(
-        values(case, rank, length).reshape((2, -1) if length % 2 == 0 else (-1,)), case.layout
-    )
-
-
-def reduced(case: Drawn) -> np.ndarray:
-    """All ranks' arrays combined by NumPy: in rank order, low precision in float32."""
-    kind = case.kind()
-    ufunc = UFUNCS[case.op]
-    arrays = [bring(case, rank).astype(WIDE.get(kind, kind)) for rank in range(case.size)]
-    total = arrays[0]
-    for array in arrays[1:]:
-        total = ufunc(total, array)
-    return (total / total.dtype.type(case.size) if case.op == "mean" else total).astype(kind)
+    return reference.argument(case.example, rank)
 
 
 def expected(case: Drawn) -> list[Any]:
     """What each rank must get."""
-    ranks = range(case.size)
-    verb = case.verb
-    if verb == "barrier":
-        return [None for _ in ranks]
-    if verb == "all_to_all":
-        return [[bring(case, src)[dst] for src in ranks] for dst in ranks]
-    if verb in ("gather", "all_gather"):
-        whole = np.concatenate([bring(case, rank) for rank in ranks], dtype=case.kind())
-        return [whole if verb == "all_gather" or rank == case.root else None for rank in ranks]
-    if verb in REDUCING:
-        total = reduced(case)
-        if verb == "reduce_scatter":
-            return np.array_split(total.reshape(-1), case.size)
-        return [total if verb == "all_reduce" or rank == case.root else None for rank in ranks]
-    full = bring(case, case.root)
-    return np.array_split(full, case.size) if verb == "scatter" else [full for _ in ranks]
+    return reference.expected(case.example)
 
 
 def call(group: Group, case: Drawn, x: Any, out: Any) -> Any:
@@ -191,22 +127,6 @@ def on_rank(world: Group, case: Drawn) -> tuple[Any, bool, dict[str, Any]]:
     )
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal in dtype, shape and every bit (but -0 equals 0)."""
-    if a is None or b is None:
-        return a is b
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a.dtype == b.dtype and a.shape == b.shape and bool(np.array_equal(a, b))
-
-
-def bits(array: np.ndarray) -> bytes:
-    """The bytes of an array, without those that a longdouble's 80 bits leave unused."""
-    if array.dtype != np.longdouble or array.dtype.itemsize != 16:
-        return array.tobytes()
-    return np.frombuffer(array.tobytes(), np.uint8).reshape(-1, 16)[:, :10].tobytes()
-
-
 def cost_case(case: Drawn) -> Case:
     """The call as the formulas see it."""
     itemsize = case.kind().itemsize
@@ -245,7 +165,7 @@ def examine(case: Drawn, run: Callable[..., list[Any]] = run) -> list[Any]:
                 result.astype(np.complex128),
                 want.astype(np.complex128),
                 err_msg=f"rank {rank}",
-                **tolerance(case),
+                **reference.tolerance(case.example),
             )
         else:
             assert same(result, want), f"rank {rank}: got {result!r}, expected {want!r}"
@@ -267,12 +187,6 @@ def examine(case: Drawn, run: Callable[..., list[Any]] = run) -> list[Any]:
     )
     assert nbytes == formula.bytes_of(seen), f"{nbytes} bytes, {formula.nbytes} expected"
     return results
-
-
-def tolerance(case: Drawn) -> dict[str, float]:
-    """Rounding: each of at most P additions may be off by half a unit of a value of at most 4P."""
-    unit = float(ml_dtypes.finfo(case.kind()).eps)
-    return {"rtol": case.size * unit, "atol": 4 * case.size * unit}
 
 
 def mutated(case: Drawn, **changes: Any) -> Drawn:

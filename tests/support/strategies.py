@@ -1,43 +1,14 @@
 """What Hypothesis draws, for several test modules. Drawn once, in the main thread; the ranks run
 inside."""
 
-from collective_checker import LAYOUTS, REDUCING, ROOTED, Drawn
+from collective_checker import Drawn
 from hypothesis import given
 from hypothesis import strategies as st
 
-OPS = ("sum", "mean", "max", "min", "prod")
-DTYPES = (
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint64",
-    "bool",
-    "complex64",
-    "complex128",
-    "longdouble",
-    ">u2",
-    ">i4",
-    ">f2",
-    ">f4",
-    ">f8",
-    ">c16",
-)
+from minidist.testing.reference import EVERY_DTYPE, LAYOUTS, OPS, REDUCING, ROOTED
+from minidist.testing.strategies import lengths, splits
+
 FLOATS = ("float32", "float64", "float16", "bfloat16", ">f2", ">f4", ">f8")
-
-
-def lengths(size: int) -> st.SearchStrategy[int]:
-    """Elements of an array: those at which chunks are empty or uneven, primes, and some
-    thousands."""
-    edges = sorted({0, 1, size - 1, size, size + 1, 2 * size, 7, 31, 127})
-    return st.one_of(
-        st.sampled_from(edges), st.integers(0, 3 * size), st.sampled_from((1009, 4096, 5003))
-    )
 
 
 @st.composite
@@ -52,7 +23,7 @@ def calls(draw: st.DrawFn, verb: str, algorithm: str, transport: str) -> Drawn:
     else:
         dtype = draw(
             st.sampled_from(
-                DTYPES if op != "mean" else (*FLOATS, "complex64", "complex128", "longdouble")
+                EVERY_DTYPE if op != "mean" else (*FLOATS, "complex64", "complex128", "longdouble")
             )
         )
     how = "new" if verb == "barrier" else draw(st.sampled_from(("new", "out", "start")))
@@ -74,7 +45,7 @@ def calls(draw: st.DrawFn, verb: str, algorithm: str, transport: str) -> Drawn:
             )
         )
     elif verb in ("gather", "all_gather") and draw(st.booleans()):
-        drawn = draw(st.lists(lengths(size), min_size=size, max_size=size))
+        drawn = draw(splits(size))
     else:
         drawn = [draw(lengths(size))] * size
     nodes = (
