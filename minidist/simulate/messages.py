@@ -249,7 +249,7 @@ class ProgramCall(Call):
         numbers."""
         return (
             np.array(self.kinds, np.int8),
-            np.array(self.args, np.int32),
+            np.array(self.args, np.int64),
             np.array(self.sends, np.int64).reshape(-1, 3),
             np.array(self.posts, np.int32).reshape(-1, 2),
         )
