@@ -1,7 +1,7 @@
 """Chapter 24 · The links that one call uses: their costs, until when each is busy, and the bytes
 that they carry.
 
-    links = Links(members, cluster)                 # places of the ranks, in the group's order
+    links = CallLinks(members, cluster)                 # places of the ranks, in the group's order
     routes = links.routes(src, dst)                 # of each message its links, one column a hop
     begins = links.take(routes.hops[:, 0], ready, busy)     # when each message gets its first link
 """
@@ -27,7 +27,7 @@ class Port(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """The links of messages, by the numbers of Links.
+    """The links of messages, by the numbers of CallLinks.
 
     Attributes: hops     (messages, hops): -1 behind a route's last link
                 last     of each message the place of its last link
@@ -39,7 +39,7 @@ class Routes(NamedTuple):
     shared: tuple[bool, ...]
 
 
-class Links:
+class CallLinks:
     """The links of one call, numbered here from 0. Times are in seconds since the call began.
 
     Attributes: alpha, beta, overhead, gamma, crowd   of each link, as in comm/cost/link_model.py

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minidist.simulate.cluster import Cluster
-from minidist.simulate.links import Links
+from minidist.simulate.links import CallLinks
 from minidist.simulate.messages import Operands, record
 from minidist.simulate.walk import MessageWalk
 
@@ -43,7 +43,7 @@ def message_times(
     program = record(
         verb, algorithm, operands, len(members), [cluster.node_of(place) for place in members]
     )
-    walked = MessageWalk(program, np.zeros(program.size), Links(members, cluster)).run()
+    walked = MessageWalk(program, np.zeros(program.size), CallLinks(members, cluster)).run()
     left = walked.left(np.arange(len(program.src)))
     columns = (program.src, program.dst, program.nbytes, left, walked.arrived)
     return sorted(

@@ -40,7 +40,7 @@ from minidist.comm.collectives.torus import grid
 from minidist.comm.limits import SHOWN_BYTES, STRETCH_BYTES
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.library import Library
-from minidist.simulate.links import Links
+from minidist.simulate.links import CallLinks
 from minidist.simulate.messages import Operands, record, record_symmetric
 from minidist.simulate.program import (
     ADD,
@@ -210,13 +210,13 @@ def walk(program: Program | SymmetricProgram, members: Sequence[int], cluster: C
     """Return the cost of a program whose ranks are at the places `members`: its rounds are played
     one after the other."""
     clock = np.zeros(program.size)
-    links = Links(members, cluster)
+    links = CallLinks(members, cluster)
     for part, times in program.rounds():
         _repeat(part, times, clock, links)
     return CallCost(float(clock.max()), links.link_bytes(), program.messages, program.sent_bytes)
 
 
-def _repeat(part: Program, times: int, clock: np.ndarray, links: Links) -> None:
+def _repeat(part: Program, times: int, clock: np.ndarray, links: CallLinks) -> None:
     """Play a round `times` times.
 
     If a round delays every rank's clock and every link that it uses by the same time, then the next
@@ -247,7 +247,7 @@ class MessageWalk:
                          before
     """
 
-    def __init__(self, program: Program, clock: np.ndarray, links: Links) -> None:
+    def __init__(self, program: Program, clock: np.ndarray, links: CallLinks) -> None:
         self.program = program
         self.clock = clock
         self._links = links

@@ -7,7 +7,7 @@ from minidist.comm.calls.call import Call
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import ConfigError
 from minidist.simulate.cluster import Cluster
-from minidist.simulate.links import Links
+from minidist.simulate.links import CallLinks
 from minidist.simulate.messages import Operands, ProgramCall, record, record_symmetric
 from minidist.simulate.program import SymmetricProgram
 from minidist.simulate.topology import Topology, Wire
@@ -28,7 +28,7 @@ FAR = Wire("far", 7e-6, 2e8, 1.5e-6, 0.3e-9, 0.1e-9)
 
 
 def clusters(size):
-    """Links of each rank; nodes of three behind one card; a line; routes that meet at spines."""
+    """CallLinks of each rank; nodes of three behind one card; a line; routes that meet at spines."""
     device = Cluster.parse("h100:1x8").device
     topologies = [
         Topology(size, WIRE),
@@ -117,9 +117,9 @@ def test_messages_that_do_not_take_turns_are_seen(monkeypatch):
     cluster = clusters(6)[1]
     program = record_symmetric("all_to_all", "pairwise", Operands(3000, (), 4), 6)
     right = walk(program, range(6), cluster).seconds
-    take = Links.take
+    take = CallLinks.take
     monkeypatch.setattr(
-        Links, "take", lambda self, *given, shared: take(self, *given, shared=False)
+        CallLinks, "take", lambda self, *given, shared: take(self, *given, shared=False)
     )
     assert walk(program, range(6), cluster).seconds < right
 
