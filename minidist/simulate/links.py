@@ -1,7 +1,7 @@
 """Chapter 24 · The links that one call uses: their costs, until when each is busy, and the bytes
 that they carry.
 
-    links = CallLinks(members, cluster)                 # places of the ranks, in the group's order
+    links = CallLinks(members, cluster)             # places of the ranks, in the group's order
     routes = links.routes(src, dst)                 # of each message its links, one column a hop
     begins = links.take(routes.hops[:, 0], ready, busy)     # when each message gets its first link
 """

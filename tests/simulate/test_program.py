@@ -28,7 +28,7 @@ FAR = Wire("far", 7e-6, 2e8, 1.5e-6, 0.3e-9, 0.1e-9)
 
 
 def clusters(size):
-    """CallLinks of each rank; nodes of three behind one card; a line; routes that meet at spines."""
+    """Links of each rank; nodes of three behind one card; a line; routes that meet at spines."""
     device = Cluster.parse("h100:1x8").device
     topologies = [
         Topology(size, WIRE),
