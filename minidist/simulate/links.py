@@ -115,22 +115,25 @@ class CallLinks:
         self.free = np.append(self.free, np.zeros(len(new)))
         self.carried = np.append(self.carried, np.zeros(len(new), np.int64))
 
-    def take(
-        self, link: np.ndarray, ready: np.ndarray, busy: np.ndarray, *, shared: bool
+    def take(self, link: np.ndarray, ready: np.ndarray, busy: np.ndarray) -> np.ndarray:
+        """Return when each message gets its link, which is then busy for `busy` seconds. No two
+        messages have the same link."""
+        begins: np.ndarray = np.maximum(ready, self.free[link])
+        self.free[link] = begins + busy
+        return begins
+
+    def take_in_turn(
+        self, link: np.ndarray, ready: np.ndarray, busy: np.ndarray, left: np.ndarray
     ) -> np.ndarray:
-        """Return when each message gets its link, which is then busy for `busy` seconds; messages
-        that share a link follow each other in the order given. shared: False if none do."""
-        if not shared:
-            begins: np.ndarray = np.maximum(ready, self.free[link])
-            self.free[link] = begins + busy
-            return begins
+        """Do as take, where messages may share a link: they follow each other in the order in which
+        they left, and in the order given where they left together."""
+        order = np.lexsort((left, link))
+        first = np.flatnonzero(np.diff(link[order], prepend=-1))  # of each link's messages
+        count = np.diff(first, append=len(link))
         begins = np.empty(len(link))
-        left = np.arange(len(link))
-        while left.size:
-            first = np.unique(link[left], return_index=True)[1]
-            turn = left[first]
-            begins[turn] = self.take(link[turn], ready[turn], busy[turn], shared=False)
-            left = np.delete(left, first)
+        for turn in range(int(count.max(initial=0))):
+            now = order[first[count > turn] + turn]
+            begins[now] = self.take(link[now], ready[now], busy[now])
         return begins
 
     def count(self, hops: np.ndarray, nbytes: np.ndarray) -> None:

@@ -55,6 +55,7 @@ from minidist.simulate.program import (
 )
 
 FEW_PERIODS = 3  # a call of more stretches than this is continued in a straight line from these
+Index = np.ndarray | slice
 EVEN = 1e-12  # delays are equal if they differ by less than this share of the largest
 
 
@@ -223,10 +224,11 @@ def _repeat(part: Program, times: int, clock: np.ndarray, links: CallLinks) -> N
     one, which is equal, does so, too: it and all after it are not played.
     """
     links.count(links.routes(part.src, part.dst).hops, times * part.nbytes)
+    play = MessageWalk(part, clock, links)
     for left in reversed(range(times)):
         clock_before = clock.copy()
         free_before = links.free.copy()
-        MessageWalk(part, clock, links).run()
+        play.run()
         used = links.free != free_before
         later = clock - clock_before
         delays = np.concatenate([later, (links.free - free_before)[used]])
@@ -252,15 +254,20 @@ class MessageWalk:
         self.clock = clock
         self._links = links
         self._routes = links.routes(program.src, program.dst)
-        self._active = np.arange(program.size)  # the ranks that are not at their end
-        self._at = np.zeros(program.size, np.int64)
+        self._busy, self._lag = self._seconds()
+        self._kinds = program.kind.ravel()
+        self._args = program.arg.ravel()
+
+    def run(self) -> "MessageWalk":
+        """Carry out all operations of all ranks, from the clock on; may be called again."""
+        program = self.program
         messages = len(program.src)
+        self._active = np.arange(program.size)  # the ranks that are not at their end
+        # the place of each one's next operation in the flat tables
+        self._at = self._active.astype(np.int64) * program.kind.shape[1]
         self.started = np.full(messages, np.nan)
         self._ready = np.full(messages, np.nan)
         self.arrived = np.full(messages, np.nan)
-
-    def run(self) -> "MessageWalk":
-        """Carry out all operations of all ranks."""
         while self._active.size:
             self._turn()
         return self
@@ -279,8 +286,8 @@ class MessageWalk:
         """Carry out every rank's next operation, as far as it need not wait."""
         program = self.program
         ranks = self._active
-        kind = program.kind[ranks, self._at[ranks]]
-        arg = program.arg[ranks, self._at[ranks]]
+        kind = self._kinds[self._at]
+        arg = self._args[self._at]
         there = np.bincount(kind, minlength=END) > 0
         moved = np.zeros(len(ranks), bool)
         for own, times in ((SEND, self.started), (POST, self._ready)):
@@ -289,7 +296,9 @@ class MessageWalk:
                 times[arg[chosen]] = self.clock[ranks[chosen]]
                 moved |= chosen
         if there[SEND] or there[POST]:
-            self._carry(self._leaving(arg[moved]))
+            leaving = self._leaving(arg[moved])
+            # a message is there twice if its sender and its receiver came in one turn
+            self._carry(np.unique(leaving) if there[SEND] and there[POST] else np.sort(leaving))
         if there[SENT] or there[ARRIVED]:
             waits = np.flatnonzero((kind == SENT) | (kind == ARRIVED))
             until = self.arrived[arg[waits]]
@@ -309,51 +318,59 @@ class MessageWalk:
             moved[:] = True
         if not moved.any():
             raise AssertionError("ranks wait for each other")
-        self._at[ranks[moved]] += 1
-        self._active = ranks[program.kind[ranks, self._at[ranks]] != END]
+        self._at += moved
+        goes_on = self._kinds[self._at] != END
+        if not goes_on.all():
+            self._active = ranks[goes_on]
+            self._at = self._at[goes_on]
 
     def _leaving(self, numbers: np.ndarray) -> np.ndarray:
-        """Return those of these messages that can leave now, each once, in ascending order."""
+        """Return those of these messages that can leave now."""
         program = self.program
         leaves = np.isnan(self.arrived[numbers]) & ~np.isnan(self.started[numbers])
         leaves &= ~(program.meets[numbers] & np.isnan(self._ready[numbers]))
-        # a message is there twice if its sender and its receiver came in one turn
-        return np.unique(numbers[leaves])
+        return numbers[leaves]
 
     def _carry(self, numbers: np.ndarray) -> None:
         """Send messages over their links: in the order in which they start where they share one."""
         if not numbers.size:
             return
         links = self._links
-        ready = self.left(numbers)
-        order = np.argsort(ready, kind="stable")
-        numbers = numbers[order]
-        ready = ready[order]
-        last = self._routes.last[numbers]
-        hops = self._routes.hops[numbers]
-        busy = self._busy(numbers, hops, last)
+        left = self.left(numbers)
+        ready = left.copy()
         ends = np.zeros(len(numbers))
+        chosen: Index = numbers if len(numbers) < len(self.arrived) else slice(None)
+        last = self._routes.last[chosen]
+        hops = self._routes.hops[chosen]
+        busy = self._busy[chosen]
+        lag = self._lag[chosen]
         for hop, shared in enumerate(self._routes.shared):
-            here = np.flatnonzero(hop <= last)
+            here: Index = slice(None) if hop <= last.min() else np.flatnonzero(hop <= last)
             link = hops[here, hop]
-            begins = links.take(link, ready[here], busy[here, hop], shared=shared)
-            lag = links.alpha[link] - (links.overhead[link] if hop == 0 else 0.0)
-            ends[here] = np.maximum(ends[here], begins + busy[here, hop]) + lag
-            ready[here] = begins + lag
+            seconds = busy[here, hop]
+            begins = (
+                links.take_in_turn(link, ready[here], seconds, left[here])
+                if shared
+                else links.take(link, ready[here], seconds)
+            )
+            ends[here] = np.maximum(ends[here], begins + seconds) + lag[here, hop]
+            ready[here] = begins + lag[here, hop]
         self.arrived[numbers] = ends
 
-    def _busy(self, numbers: np.ndarray, hops: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Return the seconds for which each message keeps each of its links: (messages, hops)."""
+    def _seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return for how long each message keeps each of its links, and how long after its
+        begin there it reaches the next link: (messages, hops) each."""
         program = self.program
         links = self._links
-        size = program.nbytes[numbers][:, None]
-        adds = program.adds[numbers][:, None]
+        (hops, last, _) = self._routes
+        size = program.nbytes[:, None]
         hop = np.arange(hops.shape[1])
         final = hop == last[:, None]
         outer = final | (hop == 0)
         crowd = links.crowd[hops] * program.crowded
-        return (  # type: ignore[no-any-return]
+        busy = (
             size * links.beta[hops]
             + outer * (links.overhead[hops] + size * crowd)
-            + (final & adds) * size * links.gamma[hops]
+            + (final & program.adds[:, None]) * size * links.gamma[hops]
         )
+        return busy, links.alpha[hops] - (hop == 0) * links.overhead[hops]

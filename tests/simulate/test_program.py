@@ -117,9 +117,10 @@ def test_messages_that_do_not_take_turns_are_seen(monkeypatch):
     cluster = clusters(6)[1]
     program = record_symmetric("all_to_all", "pairwise", Operands(3000, (), 4), 6)
     right = walk(program, range(6), cluster).seconds
-    take = CallLinks.take
     monkeypatch.setattr(
-        CallLinks, "take", lambda self, *given, shared: take(self, *given, shared=False)
+        CallLinks,
+        "take_in_turn",
+        lambda self, link, ready, busy, left: self.take(link, ready, busy),
     )
     assert walk(program, range(6), cluster).seconds < right
 
