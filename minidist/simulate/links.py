@@ -123,16 +123,20 @@ class CallLinks:
         return begins
 
     def take_in_turn(
-        self, link: np.ndarray, ready: np.ndarray, busy: np.ndarray, left: np.ndarray
+        self,
+        link: np.ndarray,
+        ready: np.ndarray,
+        busy: np.ndarray,
+        left: np.ndarray,
+        users: np.ndarray,
     ) -> np.ndarray:
         """Do as take, where messages may share a link: they follow each other in the order in which
-        they left, and in the order given where they left together."""
-        order = np.lexsort((left, link))
-        first = np.flatnonzero(np.diff(link[order], prepend=-1))  # of each link's messages
-        count = np.diff(first, append=len(link))
+        they left, and in the order given where they left together. users: of users_of(link)."""
+        when = np.where(users < 0, np.inf, left[users])
+        order = np.take_along_axis(users, np.argsort(when, axis=1, kind="stable"), axis=1)
         begins = np.empty(len(link))
-        for turn in range(int(count.max(initial=0))):
-            now = order[first[count > turn] + turn]
+        for now in order.T:
+            now = now[now >= 0]
             begins[now] = self.take(link[now], ready[now], busy[now])
         return begins
 
@@ -149,3 +153,15 @@ class CallLinks:
             for link, number in sorted(self._numbers.items())
             if self.carried[number]
         }
+
+
+def users_of(link: np.ndarray) -> np.ndarray:
+    """Return the messages of each link, by their places in `link`: (links, most), -1 behind the
+    last."""
+    order = np.argsort(link, kind="stable")
+    first = np.flatnonzero(np.diff(link[order], prepend=-1))
+    count = np.diff(first, append=len(link))
+    users = np.full((len(first), int(count.max(initial=0))), -1)
+    row = np.repeat(np.arange(len(first)), count)
+    users[row, np.arange(len(link)) - first[row]] = order
+    return users

@@ -40,7 +40,7 @@ from minidist.comm.collectives.torus import grid
 from minidist.comm.limits import SHOWN_BYTES, STRETCH_BYTES
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.library import Library
-from minidist.simulate.links import CallLinks
+from minidist.simulate.links import CallLinks, users_of
 from minidist.simulate.messages import Operands, record, record_symmetric
 from minidist.simulate.program import (
     ADD,
@@ -255,6 +255,7 @@ class MessageWalk:
         self._links = links
         self._routes = links.routes(program.src, program.dst)
         self._busy, self._lag = self._seconds()
+        self._users: dict[int, np.ndarray] = {}
         self._kinds = program.kind.ravel()
         self._args = program.arg.ravel()
 
@@ -289,12 +290,13 @@ class MessageWalk:
         kind = self._kinds[self._at]
         arg = self._args[self._at]
         there = np.bincount(kind, minlength=END) > 0
+        same = int(there.sum()) == 1  # all ranks do the same
         moved = np.zeros(len(ranks), bool)
         for own, times in ((SEND, self.started), (POST, self._ready)):
             if there[own]:
-                chosen = kind == own
+                chosen: Index = slice(None) if same else np.flatnonzero(kind == own)
                 times[arg[chosen]] = self.clock[ranks[chosen]]
-                moved |= chosen
+                moved[chosen] = True
         if there[SEND] or there[POST]:
             leaving = self._leaving(arg[moved])
             # a message is there twice if its sender and its receiver came in one turn
@@ -329,7 +331,8 @@ class MessageWalk:
         program = self.program
         leaves = np.isnan(self.arrived[numbers]) & ~np.isnan(self.started[numbers])
         leaves &= ~(program.meets[numbers] & np.isnan(self._ready[numbers]))
-        return numbers[leaves]
+        leaving: np.ndarray = numbers[leaves]
+        return leaving
 
     def _carry(self, numbers: np.ndarray) -> None:
         """Send messages over their links: in the order in which they start where they share one."""
@@ -348,14 +351,22 @@ class MessageWalk:
             here: Index = slice(None) if hop <= last.min() else np.flatnonzero(hop <= last)
             link = hops[here, hop]
             seconds = busy[here, hop]
-            begins = (
-                links.take_in_turn(link, ready[here], seconds, left[here])
-                if shared
-                else links.take(link, ready[here], seconds)
-            )
+            if shared:
+                users = self._users_at(hop, link, whole=len(numbers) == len(self.arrived))
+                begins = links.take_in_turn(link, ready[here], seconds, left[here], users)
+            else:
+                begins = links.take(link, ready[here], seconds)
             ends[here] = np.maximum(ends[here], begins + seconds) + lag[here, hop]
             ready[here] = begins + lag[here, hop]
         self.arrived[numbers] = ends
+
+    def _users_at(self, hop: int, link: np.ndarray, *, whole: bool) -> np.ndarray:
+        """Return the messages of each link at a hop; remembered if they are the whole program's."""
+        if not whole:
+            return users_of(link)
+        if hop not in self._users:
+            self._users[hop] = users_of(link)
+        return self._users[hop]
 
     def _seconds(self) -> tuple[np.ndarray, np.ndarray]:
         """Return for how long each message keeps each of its links, and how long after its

@@ -120,7 +120,7 @@ def test_messages_that_do_not_take_turns_are_seen(monkeypatch):
     monkeypatch.setattr(
         CallLinks,
         "take_in_turn",
-        lambda self, link, ready, busy, left: self.take(link, ready, busy),
+        lambda self, link, ready, busy, *_: self.take(link, ready, busy),
     )
     assert walk(program, range(6), cluster).seconds < right
 
