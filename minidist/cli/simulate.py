@@ -34,7 +34,7 @@ from minidist.observe.timeline import write_perfetto
 from minidist.parallel.hybrid.plan import PRECISIONS, Plan
 from minidist.progress import progress
 from minidist.simulate.cluster import Cluster
-from minidist.simulate.failure import stalls, told
+from minidist.simulate.failure import describe, require_rank, stalls
 from minidist.simulate.models import MODELS, model
 from minidist.simulate.rates import CostProfile, Rates
 from minidist.simulate.simulate import simulate
@@ -166,6 +166,8 @@ def run(args: argparse.Namespace) -> int:
     stragglers = {
         int(rank): factor for rank, factor in _factors("--slow-rank", args.slow_rank).items()
     }
+    for rank in fails:
+        require_rank(int(rank), plan.size)
     with progress(f"simulating {plural(plan.size, 'rank')}"):
         found = simulate(
             plan,
@@ -178,9 +180,13 @@ def run(args: argparse.Namespace) -> int:
             optimizer=args.optimizer,
             rates=Rates.of(cluster.device, profile) if profile else None,
         )
+    # before the report: a moment behind the step's end is refused, and nothing is printed
+    failures = [
+        describe(found, stalls(found, int(rank), seconds)) for rank, seconds in fails.items()
+    ]
     print_simulation(Console(highlight=False), found, args.tokens)
-    for rank, seconds in fails.items():
-        Console(highlight=False).print(told(found, stalls(found, int(rank), seconds)), markup=False)
+    for failure in failures:
+        Console(highlight=False).print(failure, markup=False)
     if args.json:
         write_json(args.json, found.as_json(args.tokens))
     if args.trace:

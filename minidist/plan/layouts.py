@@ -77,7 +77,7 @@ class Layouts:
         call.
 
         The bytes of an all-reduce are rounded up to a multiple of the ranks: then one rank's
-        messages stand for all (turned_walk.py). This computes a ring of 1,024 ranks with 256 bytes
+        messages stand for all (simulate/program.py). This computes a ring of 1,024 ranks with 256 bytes
         in a hundredth of the time.
         """
         members = groups[0]

@@ -1,4 +1,4 @@
-"""Chapter 24 · A rank that fails in the middle of a step, and how the others come to stand still.
+"""Chapter 24 · A rank that fails in the middle of a step, and when the others stand still for it.
 
     for stall in stalls(found, rank=3, after=0.4):          # seconds into the step
         print(stall.rank, stall.seconds, stall.waits_for)   # 2  0.41  "all_reduce of the tp group of ranks 0, 1, 2, 3"
@@ -38,12 +38,13 @@ def stalls(found: "Simulation", rank: int, after: float) -> list[Stall]:
     them.
 
     Args:    after: seconds into the step, before its end.
-    Raises:  ConfigError for a rank or a moment that is not there.
+    Raises:  ConfigError if there is no such rank, or if the step ends before.
     """
-    if not 0 <= rank < len(found.role_of) or not 0 <= after < found.step_seconds:
+    require_rank(rank, len(found.role_of))
+    if not 0 <= after < found.step_seconds:
         raise ConfigError(
-            f"rank {rank} fails after {after:g} s: choose a rank below {len(found.role_of)}, and "
-            f"less than {found.step_seconds:.4g} s"
+            f"rank {rank} cannot fail after {after:g} s: the step takes {found.step_seconds:.4g} "
+            "s; choose less"
         )
     ops = found.replayed.track(rank).at
     times = found.replayed.times(rank)
@@ -63,6 +64,14 @@ def stalls(found: "Simulation", rank: int, after: float) -> list[Stall]:
     return sorted(stopped, key=lambda stall: (stall.seconds, stall.rank))
 
 
+def require_rank(rank: int, size: int) -> None:
+    """Raise ConfigError if a job of `size` ranks has no such rank that could fail."""
+    if not 0 <= rank < size:
+        raise ConfigError(
+            f"no rank {rank} can fail: the plan has {size} ranks; choose one below {size}"
+        )
+
+
 def _stall(replayed: Replayed, rank: int, begin: float) -> Stall:
     """Return the stall of a rank, from the last moment at which it continued."""
     times = replayed.times(rank)
@@ -80,7 +89,7 @@ def _stall(replayed: Replayed, rank: int, begin: float) -> Stall:
     )
 
 
-def told(found: "Simulation", spread: Sequence[Stall]) -> str:
+def describe(found: "Simulation", spread: Sequence[Stall]) -> str:
     """Return one line: the first rank that waits, how many ranks wait in the end, and since
     when."""
     failed, *others = sorted(spread, key=lambda stall: not stall.waits_for.startswith("nothing"))

@@ -39,7 +39,7 @@ class HollowRows:
         return Known(self._whole[self._edges[rank] : self._edges[rank + count]])
 
     def merge(self, rank: int, blocks: list[np.ndarray]) -> np.ndarray:
-        """Return one stretch of the result."""
+        """Return the part of the result that has the length of `blocks`."""
         return self._whole[: sum(map(len, blocks))]
 
     def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -56,33 +56,26 @@ class HollowRows:
 
 
 class HollowReduction:
-    """calls/reduction.Reduction without values."""
+    """calls/reduction.Reduction without values; it adds in the arrays' own dtype."""
 
     op = "sum"
 
     def __init__(self, dtype: np.dtype, added: Callable[[int], None]) -> None:
-        """`added(nbytes)` is told of what the rank adds by itself."""
+        """`added(nbytes)` is called with the bytes that the rank itself adds."""
         self.dtype = dtype
         self.total = dtype
-        self._tell = added
+        self._note_added = added
 
     def into(self, source: np.ndarray, *, behind: bool = False) -> Reduce:
-        """A mark that what arrives is added."""
-        return _added
-
-    def onto(self, total: np.ndarray) -> Reduce:
-        """As into."""
+        """Return a mark: what arrives is added."""
         return _added
 
     def combine_all(self, values: Sequence[np.ndarray], out: np.ndarray) -> None:
-        """Each value but the first is added."""
-        self._tell((len(values) - 1) * out.nbytes)
-
-    def pass_on(self, total: np.ndarray, out: np.ndarray) -> None:
-        """Nothing: it costs no more than the storing that is counted."""
+        """Note that the rank adds each value but the first."""
+        self._note_added((len(values) - 1) * out.nbytes)
 
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
-        """Nothing, as pass_on."""
+        """Do nothing: rounding costs no more than the storing that is counted."""
 
 
 def _added(target: np.ndarray, start: int, piece: np.ndarray) -> None:

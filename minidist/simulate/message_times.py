@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minidist.simulate.cluster import Cluster
+from minidist.simulate.links import CallLinks
 from minidist.simulate.messages import Operands, record
 from minidist.simulate.walk import MessageWalk
 
@@ -42,9 +43,7 @@ def message_times(
     program = record(
         verb, algorithm, operands, len(members), [cluster.node_of(place) for place in members]
     )
-    walked = MessageWalk(program, members, cluster)
-    while walked.active.size:
-        walked.round()
+    walked = MessageWalk(program, np.zeros(program.size), CallLinks(members, cluster)).run()
     left = walked.left(np.arange(len(program.src)))
     columns = (program.src, program.dst, program.nbytes, left, walked.arrived)
     return sorted(

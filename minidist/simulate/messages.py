@@ -40,9 +40,9 @@ from minidist.simulate.program import (
     SHOW,
     Program,
     RankProgram,
-    TurnedProgram,
+    SymmetricProgram,
     program_of,
-    turned_program,
+    symmetric_program,
 )
 
 REDUCES = ("reduce", "all_reduce", "reduce_scatter")
@@ -98,14 +98,14 @@ def record(
     return program_of(verb, [ranks[rank] for rank in range(size)])
 
 
-def record_turned(
+def record_symmetric(
     verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequence[int] = ()
-) -> TurnedProgram | None:
-    """Run the algorithm on a few ranks: if they do the same, with peers as far away, then all do;
-    else None.
+) -> SymmetricProgram | None:
+    """Run the algorithm on a few ranks: if they do the same, with peers equally far away, then all
+    ranks do; else return None.
 
-    Among them are those of which an algorithm may ask for something else: the first, the last,
-    powers of two.
+    Algorithms treat some ranks differently from others: the first, the last, powers of two. The few
+    ranks are among these.
     Raises: as record.
     """
     _check(verb, algorithm)
@@ -118,9 +118,9 @@ def record_turned(
         except _NotYetSent:
             return None
         ranks[rank] = RankProgram(*call.arrays())
-        if turned_program(ranks, size) is None:
+        if symmetric_program(verb, ranks, size) is None:
             return None
-    return turned_program(ranks, size)
+    return symmetric_program(verb, ranks, size)
 
 
 def _check(verb: str, algorithm: str) -> None:
@@ -248,7 +248,7 @@ class ProgramCall(Call):
         numbers."""
         return (
             np.array(self.kinds, np.int8),
-            np.array(self.args, np.int32),
+            np.array(self.args, np.int64),
             np.array(self.sends, np.int64).reshape(-1, 3),
             np.array(self.posts, np.int32).reshape(-1, 2),
         )

@@ -10,14 +10,11 @@ _BINARY: dict[str, np.ufunc] = {
     "sub": np.subtract,
     "mul": np.multiply,
     "truediv": np.true_divide,
-    "floordiv": np.floor_divide,
-    "mod": np.remainder,
     "pow": np.power,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "rshift": np.right_shift,
-    "lshift": np.left_shift,
 }
 _COMPARED: dict[str, np.ufunc] = {
     "eq": np.equal,
@@ -27,8 +24,7 @@ _COMPARED: dict[str, np.ufunc] = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-_UNARY: dict[str, np.ufunc] = {"neg": np.negative, "abs": np.absolute, "invert": np.invert}
-_NAMED = ("sum", "max", "min", "mean", "any", "all", "argsort", "repeat", "take")
+_NAMED = ("sum", "max", "min")
 
 
 class Operators:
@@ -40,11 +36,8 @@ class Operators:
     def __matmul__(self, other: Any) -> Any:
         return self.module.matmul(self, other)
 
-    def __rmatmul__(self, other: Any) -> Any:
-        return self.module.matmul(other, self)
-
-    def dot(self, other: Any) -> Any:
-        return self.module.matmul(self, other)
+    def __neg__(self) -> Any:
+        return self.module.elementwise(np.negative, (self,))
 
 
 def _binary(ufunc: np.ufunc) -> Any:
@@ -59,10 +52,6 @@ def _in_place(ufunc: np.ufunc) -> Any:
     return lambda self, other: self.module.elementwise(ufunc, (self, other), self)
 
 
-def _unary(ufunc: np.ufunc) -> Any:
-    return lambda self: self.module.elementwise(ufunc, (self,))
-
-
 def _named(name: str) -> Any:
     return lambda self, *args, **options: getattr(self.module, name)(self, *args, **options)
 
@@ -73,7 +62,5 @@ for _name, _ufunc in _BINARY.items():
     setattr(Operators, f"__i{_name}__", _in_place(_ufunc))
 for _name, _ufunc in _COMPARED.items():
     setattr(Operators, f"__{_name}__", _binary(_ufunc))
-for _name, _ufunc in _UNARY.items():
-    setattr(Operators, f"__{_name}__", _unary(_ufunc))
 for _name in _NAMED:
     setattr(Operators, _name, _named(_name))

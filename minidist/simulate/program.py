@@ -1,8 +1,21 @@
 """Chapter 24 · The program of a collective: all messages, and every rank's operations, as
-arrays."""
+arrays.
 
-from collections.abc import Mapping, Sequence
+    Program            the messages and operations of each rank
+    SymmetricProgram   the messages and operations of one rank, where all ranks do the same with
+                       peers equally far away
+
+Of the ring all-reduce of 16,384 ranks a Program would have 537 million messages; a SymmetricProgram
+has 32,766. walk.py walks both: round by round, and a round is a Program.
+
+    for part, times in program.rounds():    # a ring has two: add what arrives, or store it
+        ...                                 # `times` rounds that are equal, one after the other
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +60,10 @@ class Program:
         """Return the bytes that all ranks send."""
         return int(self.nbytes.sum()) + int(self.arg[self.kind == SHOW].sum())
 
+    def rounds(self) -> Iterator[tuple["Program", int]]:
+        """Yield this program, once: it is one round."""
+        yield self, 1
+
 
 class RankProgram(NamedTuple):
     """What one rank does, as arrays.
@@ -69,16 +86,19 @@ class RankProgram(NamedTuple):
         return len(set(self.sends[:before, 0].tolist())) == size - 1
 
 
-class TurnedProgram(NamedTuple):
+@dataclass
+class SymmetricProgram:
     """What every rank of a call does where all do the same: a message goes from rank r to rank r +
     ahead, around. Turned: rank r's program is that of rank 0 with all peers moved on by r.
 
-    Attributes: kinds, args   each rank's operations; the arg of a transfer is the number of its
+    Attributes: verb, size
+                kinds, args   each rank's operations; the arg of a transfer is the number of its
                               message
                 ahead, nbytes, adds, meets   of each message that a rank sends, as Program has them
                 crowded       whether every rank sends to all others at once
     """
 
+    verb: str
     size: int
     kinds: np.ndarray
     args: np.ndarray
@@ -98,8 +118,85 @@ class TurnedProgram(NamedTuple):
         """Return the bytes that all ranks send."""
         return self.size * int(self.nbytes.sum())
 
+    def rounds(self) -> Iterator[tuple[Program, int]]:
+        """Yield the program of each round, and how often it repeats. A round ends where no message
+        is under way."""
+        for each, times in self._rounds:
+            yield self._expanded(each), times
 
-def turned_program(ranks: Mapping[int, RankProgram], size: int) -> TurnedProgram | None:
+    @cached_property
+    def _rounds(self) -> list[tuple["_Round", int]]:
+        return [(each, sum(1 for _ in equal)) for each, equal in groupby(self._each_round())]
+
+    def _each_round(self) -> Iterator["_Round"]:
+        columns = (self.ahead, self.nbytes, self.adds, self.meets)
+        messages = [
+            _Message(*row) for row in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+        ops = list[tuple[int, int]]()
+        here = dict[int, int]()  # a message's number -> its number in the round
+        waits = 0
+        for kind, arg in zip(self.kinds.tolist(), self.args.tolist(), strict=True):
+            ops.append((kind, arg if kind == ADD else here.setdefault(arg, len(here))))
+            waits += kind in (SENT, ARRIVED)
+            if waits == 2 * len(here):  # the sender's and the receiver's
+                yield _Round(tuple(ops), tuple(messages[number] for number in here))
+                ops = []
+                here = {}
+                waits = 0
+        assert not ops, "every message is waited for"
+
+    def _expanded(self, each: "_Round") -> Program:
+        """Return the program of all ranks in a round; message m of rank r has number m * size + r."""
+        size = self.size
+        count = len(each.messages)
+        ranks = np.arange(size, dtype=np.int64)
+        columns = np.array(each.messages, np.int64).reshape(count, len(_Message._fields))
+        ahead, nbytes, adds, meets = np.repeat(columns, size, axis=0).T
+        src = np.tile(ranks, count)
+        kind = np.array([*(kind for kind, _ in each.ops), END], np.int8)
+        arg = np.zeros((size, len(kind)), np.int64)
+        for step, (own, number) in enumerate(each.ops):
+            if own == ADD:
+                arg[:, step] = number
+            elif own in (SEND, SENT):
+                arg[:, step] = number * size + ranks
+            else:
+                arg[:, step] = number * size + (ranks - each.messages[number].ahead) % size
+        return Program(
+            self.verb,
+            size,
+            src,
+            (src + ahead) % size,
+            nbytes,
+            adds != 0,
+            meets != 0,
+            self.crowded,
+            np.broadcast_to(kind, arg.shape),
+            arg,
+        )
+
+
+class _Message(NamedTuple):
+    """One message from each rank, to the rank so far ahead."""
+
+    ahead: int
+    nbytes: int
+    adds: bool
+    meets: bool
+
+
+class _Round(NamedTuple):
+    """One rank's operations after which no message is under way: (kind, the message's number in the
+    round, or bytes), and the messages."""
+
+    ops: tuple[tuple[int, int], ...]
+    messages: tuple[_Message, ...]
+
+
+def symmetric_program(
+    verb: str, ranks: Mapping[int, RankProgram], size: int
+) -> SymmetricProgram | None:
     """Return one program for all ranks, if these few do the same with peers as far away; else
     None."""
     if len({_with_distances(rank, program, size) for rank, program in ranks.items()}) > 1:
@@ -120,7 +217,8 @@ def turned_program(ranks: Mapping[int, RankProgram], size: int) -> TurnedProgram
     numbers = one.args.astype(np.int64)
     received = np.isin(one.kinds, (POST, ARRIVED))
     numbers[received] = message_of_post[numbers[received]]
-    return TurnedProgram(
+    return SymmetricProgram(
+        verb,
         size,
         one.kinds,
         numbers,

@@ -191,9 +191,6 @@ class ShapeArray(Operators):
         steps = strides.reshaped(self.shape, self.strides, new) if self.size else None
         return self._view(new, steps) if steps is not None else self.copy()._view(new, None)
 
-    def ravel(self) -> "ShapeArray":
-        return self.reshape(-1)
-
     def transpose(self, *dims: Any) -> "ShapeArray":
         order = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
         order = (
@@ -291,21 +288,12 @@ class ShapeArray(Operators):
         """Return the device, as CuPy's."""
         return NO_GPU
 
-    def fill(self, value: Any) -> None:
-        self[...] = value
-
     def item(self) -> Any:
         """Return the declared value of a number: 1."""
         return self.dtype.type(1).item()
 
-    def tolist(self) -> Any:
-        return np.ones(self.shape, self.dtype).tolist()
-
     def __float__(self) -> float:
         return 1.0
-
-    def __int__(self) -> int:
-        return 1
 
     def __bool__(self) -> bool:
         if self.size != 1:

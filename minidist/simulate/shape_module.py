@@ -249,14 +249,6 @@ class Shapes:
 
     min = max
 
-    def mean(self, x: ShapeArray, axis: Any = None, keepdims: bool = False) -> Any:
-        return self._reduced("mean", x, axis, keepdims)
-
-    def any(self, x: ShapeArray, axis: Any = None, keepdims: bool = False) -> Any:
-        return self._reduced("any", x, axis, keepdims)
-
-    all = any
-
     # ------------------------------------------------------------------------------------- products
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
@@ -323,8 +315,6 @@ class Shapes:
             x[(*lead, slice(min(a, length), min(b, length)))]
             for a, b in zip(edges, edges[1:], strict=False)
         ]
-
-    array_split = split
 
     def concatenate(self, parts: Sequence[Any], axis: int = 0, dtype: Any = None) -> ShapeArray:
         first = parts[0]

@@ -130,7 +130,8 @@ class Topology:
             return
         assert self.between is not None, "Cluster checks that several nodes have a network"
         if self.kind == "pcie":
-            yield self._link(f"node{here}.up{src % self.per_node}", self.inside, alpha=0.0)
+            # with its α, as inside the node: a link's numbers are those of the first route over it
+            yield self._link(f"node{here}.up{src % self.per_node}", self.inside)
         yield from self._network(
             here, self._nic(src), there, self._nic(dst), zlib.crc32(b"%d,%d" % (src, dst))
         )

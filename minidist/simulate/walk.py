@@ -4,25 +4,27 @@ they cross.
     cost = call_cost(GroupCall("dp", "all_reduce", "ring", 1 << 20), places, cluster)
     cost.seconds, cost.link_bytes           # bytes on each link, by its number
 
-The messages are those of the algorithm's own code (messages.py); there is no second formula. Rules
-of the walk, with the five numbers of comm/cost/link_model.py on each link:
+The messages are those of the algorithm's own code (messages.py); there is no second formula.
+program.py holds them: of each rank, or of one rank for all where all do the same. One walk serves
+both. Its rules, with the five numbers of comm/cost/link_model.py on each link:
 
     A message takes α, the sum over its route, and n·β of the narrowest link. It goes through all
-    links at once. A link carries one message at a time, in the order in which they come. (Two that
-    share it evenly end when the later
-    of these does.)  The first and the last link are also busy for o, a receiver that adds for n·γ,
-                     and both for n·κ
-    where every rank sends to all others at once.
+    links at once. A link carries one message at a time, in the order in which they arrive. (Two
+    that share it evenly end when the later of these does.) The first and the last link are also
+    busy for o, a receiver that adds for n·γ, and both for n·κ where every rank sends to all others
+    at once.
     A send whose sender does nothing else meanwhile (send, exchange) leaves when its receiver is
     ready; any other leaves when it is started. Either is complete when the message has arrived.
     What ranks show each other in shared memory is written and read once, at β/2 a byte each, and
     all wait for all.
+    A round that repeats is played until it delays every rank and every link by the same time; the
+    rest of its repeats are multiplied.
 
 To each call the cluster's `call_seconds` are added.
 
-So on links that are all alike an algorithm takes what comm/cost/critical_path.py says, to the last
-digit; but for a tree's way down among P ranks that are no power of two, where that counts one α too
-many.
+On links that are all alike an algorithm takes what comm/cost/critical_path.py says, to the last
+digit. There is one exception: for a tree's way down among P ranks that are no power of two,
+critical_path.py counts one α too many.
 
 Algorithm `native` of GPUs and TPUs is no code of ours: library.py models it. notes: N4 §2.
 """
@@ -38,7 +40,8 @@ from minidist.comm.collectives.torus import grid
 from minidist.comm.limits import SHOWN_BYTES, STRETCH_BYTES
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.library import Library
-from minidist.simulate.messages import Operands, record, record_turned
+from minidist.simulate.links import CallLinks, users_of
+from minidist.simulate.messages import Operands, record, record_symmetric
 from minidist.simulate.program import (
     ADD,
     ARRIVED,
@@ -48,11 +51,12 @@ from minidist.simulate.program import (
     SENT,
     SHOW,
     Program,
-    TurnedProgram,
+    SymmetricProgram,
 )
-from minidist.simulate.turned_walk import TurnedWalk
 
 FEW_PERIODS = 3  # a call of more stretches than this is continued in a straight line from these
+Index = np.ndarray | slice
+EVEN = 1e-12  # delays are equal if they differ by less than this share of the largest
 
 
 class Priced(Protocol):
@@ -193,9 +197,9 @@ def _nodes(members: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _recorded(
     verb: str, algorithm: str, operands: Operands, size: int, nodes: tuple[int, ...]
-) -> Program | TurnedProgram:
+) -> Program | SymmetricProgram:
     """Return one program for all ranks where they do the same; else a program of each."""
-    return record_turned(verb, algorithm, operands, size, nodes) or record(
+    return record_symmetric(verb, algorithm, operands, size, nodes) or record(
         verb, algorithm, operands, size, nodes
     )
 
@@ -203,92 +207,71 @@ def _recorded(
 # ---------------------------------------------------------------- the walk
 
 
-def walk(program: Program | TurnedProgram, members: Sequence[int], cluster: Cluster) -> CallCost:
-    """Replay a program on the places `members`.
+def walk(program: Program | SymmetricProgram, members: Sequence[int], cluster: Cluster) -> CallCost:
+    """Return the cost of a program whose ranks are at the places `members`: its rounds are played
+    one after the other."""
+    clock = np.zeros(program.size)
+    links = CallLinks(members, cluster)
+    for part, times in program.rounds():
+        _repeat(part, times, clock, links)
+    return CallCost(float(clock.max()), links.link_bytes(), program.messages, program.sent_bytes)
 
-    In a round every rank that does not wait carries out one operation. All ranks' operations of a
-    round are arrays, so a thousand ranks take little longer than eight.
+
+def _repeat(part: Program, times: int, clock: np.ndarray, links: CallLinks) -> None:
+    """Play a round `times` times.
+
+    If a round delays every rank's clock and every link that it uses by the same time, then the next
+    one, which is equal, does so, too: it and all after it are not played.
     """
-    if isinstance(program, TurnedProgram):
-        turned = TurnedWalk(program, members, cluster)
-        return CallCost(turned.run(), turned.link_bytes(), program.messages, program.sent_bytes)
-    state = MessageWalk(program, members, cluster)
-    while state.active.size:
-        state.round()
-    return CallCost(
-        float(state.clock.max()), state.link_bytes(), program.messages, program.sent_bytes
-    )
+    links.count(links.routes(part.src, part.dst).hops, times * part.nbytes)
+    play = MessageWalk(part, clock, links)
+    for left in reversed(range(times)):
+        clock_before = clock.copy()
+        free_before = links.free.copy()
+        play.run()
+        used = links.free != free_before
+        later = clock - clock_before
+        delays = np.concatenate([later, (links.free - free_before)[used]])
+        if left and np.ptp(delays) <= EVEN * delays.max():
+            clock += left * later
+            links.free[used] += left * later.max()
+            return
 
 
 class MessageWalk:
-    """Where a walk stands. Times are in seconds since the call began.
+    """The walk of one program, or of one round of it. Times are in seconds since the call began.
 
-    Attributes: clock   of each rank; active: the ranks that are not at their end
-                started, arrived  of each message; not a number before
+    Each turn lets every rank that need not wait carry out one operation. All ranks' operations of a
+    turn are arrays, so a thousand ranks take little longer than eight.
+
+    Attributes: clock    of each rank; it is the caller's array, and is moved on in place
+                started  when each message was started; arrived: when it arrived; not a number
+                         before
     """
 
-    def __init__(self, program: Program, members: Sequence[int], cluster: Cluster) -> None:
+    def __init__(self, program: Program, clock: np.ndarray, links: CallLinks) -> None:
         self.program = program
-        self.members = members
-        self.cluster = cluster
-        size = program.size
-        self.clock = np.zeros(size)
-        self.active = np.arange(size)
-        self._at = np.zeros(size, np.int64)
-        self.started, self._ready, self.arrived = (
-            np.full(len(program.src), np.nan) for _ in range(3)
-        )
-        self._routes()
+        self.clock = clock
+        self._links = links
+        self._routes = links.routes(program.src, program.dst)
+        self._busy, self._lag = self._seconds()
+        self._users: dict[int, np.ndarray] = {}
+        self._kinds = program.kind.ravel()
+        self._args = program.arg.ravel()
 
-    def _routes(self) -> None:
-        """Number the links in use, and keep each message's links and their costs."""
+    def run(self) -> "MessageWalk":
+        """Carry out all operations of all ranks, from the clock on; may be called again."""
         program = self.program
-        places = self.members
-        cluster = self.cluster
-        pairs, which = np.unique(program.src * program.size + program.dst, return_inverse=True)
-        routes = [
-            cluster.route(places[pair // program.size], places[pair % program.size])
-            for pair in pairs.tolist()
-        ]
-        hops = max(map(len, routes), default=0)
-        self._used = sorted({number for route in routes for number in route})
-        local = {number: index for index, number in enumerate(self._used)}
-        table = np.full((len(routes), hops), -1)
-        for row, route in zip(table, routes, strict=True):
-            row[: len(route)] = [local[number] for number in route]
-        self._hops = table[which]
-        self._last = np.array([len(route) - 1 for route in routes], np.int64)[which]
-        links = [cluster.links[number] for number in self._used]
-        columns = [
-            (link.alpha, 1 / link.bandwidth, link.overhead, link.gamma, link.crowd)
-            for link in links
-        ]
-        self._alpha, self._beta, self._overhead, self._gamma, self._crowd = (
-            np.array(columns).reshape(-1, 5).T
-        )
-        if not program.crowded:
-            self._crowd = np.zeros_like(self._crowd)
-        self._free = np.zeros(len(links))
-        self._carried = np.zeros(len(links), np.int64)
-        first = np.array(
-            [cluster.route(place, places[index - 1])[0] for index, place in enumerate(places)]
-        )
-        # for what a rank does without messages
-        port = [cluster.links[number] for number in first.tolist()]
-        self._port_alpha, self._port_beta, self._port_gamma = (
-            np.array(values)
-            for values in zip(
-                *((link.alpha, 1 / link.bandwidth, link.gamma) for link in port), strict=True
-            )
-        )
-
-    def link_bytes(self) -> dict[int, int]:
-        """Return the bytes that each link carried."""
-        return {
-            number: int(nbytes)
-            for number, nbytes in zip(self._used, self._carried, strict=True)
-            if nbytes
-        }
+        messages = len(program.src)
+        self._active = np.arange(program.size)  # the ranks that are not at their end
+        # the place of each one's next operation in the flat tables
+        self._at = self._active.astype(np.int64) * program.kind.shape[1]
+        self.started = np.full(messages, np.nan)
+        self._ready = np.full(messages, np.nan)
+        self.arrived = np.full(messages, np.nan)
+        while self._active.size:
+            self._turn()
+        return self
 
     def left(self, numbers: np.ndarray) -> np.ndarray:
         """Return when these messages left: when they were started, or when the receiver was ready
@@ -300,87 +283,105 @@ class MessageWalk:
             started,
         )
 
-    def round(self) -> None:
+    def _turn(self) -> None:
         """Carry out every rank's next operation, as far as it need not wait."""
         program = self.program
-        ranks = self.active
-        kind = program.kind[ranks, self._at[ranks]]
-        arg = program.arg[ranks, self._at[ranks]]
+        ranks = self._active
+        kind = self._kinds[self._at]
+        arg = self._args[self._at]
+        there = np.bincount(kind, minlength=END) > 0
+        same = int(there.sum()) == 1  # all ranks do the same
         moved = np.zeros(len(ranks), bool)
         for own, times in ((SEND, self.started), (POST, self._ready)):
-            chosen = kind == own
-            if chosen.any():
+            if there[own]:
+                chosen: Index = slice(None) if same else np.flatnonzero(kind == own)
                 times[arg[chosen]] = self.clock[ranks[chosen]]
-                moved |= chosen
-        if moved.any():
-            numbers = np.unique(arg[moved])  # once, if both of its ranks came just now
-            self._carry(
-                numbers[
-                    np.isnan(self.arrived[numbers])
-                    & ~np.isnan(self.started[numbers])
-                    & ~(program.meets[numbers] & np.isnan(self._ready[numbers]))
-                ]
-            )
-        waits = (kind == SENT) | (kind == ARRIVED)
-        if waits.any():
+                moved[chosen] = True
+        if there[SEND] or there[POST]:
+            leaving = self._leaving(arg[moved])
+            # a message is there twice if its sender and its receiver came in one turn
+            self._carry(np.unique(leaving) if there[SEND] and there[POST] else np.sort(leaving))
+        if there[SENT] or there[ARRIVED]:
+            waits = np.flatnonzero((kind == SENT) | (kind == ARRIVED))
             until = self.arrived[arg[waits]]
-            there = ~np.isnan(until)
-            self.clock[ranks[waits][there]] = np.maximum(
-                self.clock[ranks[waits][there]], until[there]
-            )
-            moved[np.flatnonzero(waits)[there]] = True
-        adds = kind == ADD
-        if adds.any():
-            self.clock[ranks[adds]] += arg[adds] * self._port_gamma[ranks[adds]]
+            ends = ~np.isnan(until)
+            waits = waits[ends]
+            self.clock[ranks[waits]] = np.maximum(self.clock[ranks[waits]], until[ends])
+            moved[waits] = True
+        if there[ADD]:
+            adds = kind == ADD
+            self.clock[ranks[adds]] += arg[adds] * self._links.port.gamma[ranks[adds]]
             moved |= adds
-        shows = kind == SHOW
-        if shows.any() and int(shows.sum()) == program.size:
+        if there[SHOW] and int((kind == SHOW).sum()) == program.size:
             read = program.size - 1 if program.verb == "all_gather" else 1
-            copied = self._port_alpha + arg * self._port_beta * (1 + read) / 2
+            port = self._links.port
+            copied = port.alpha + arg * port.beta * (1 + read) / 2
             self.clock[:] = self.clock.max() + copied.max()
-            moved |= shows
+            moved[:] = True
         if not moved.any():
             raise AssertionError("ranks wait for each other")
-        self._at[ranks[moved]] += 1
-        self.active = ranks[program.kind[ranks, self._at[ranks]] != END]
+        self._at += moved
+        goes_on = self._kinds[self._at] != END
+        if not goes_on.all():
+            self._active = ranks[goes_on]
+            self._at = self._at[goes_on]
+
+    def _leaving(self, numbers: np.ndarray) -> np.ndarray:
+        """Return those of these messages that can leave now."""
+        program = self.program
+        leaves = np.isnan(self.arrived[numbers]) & ~np.isnan(self.started[numbers])
+        leaves &= ~(program.meets[numbers] & np.isnan(self._ready[numbers]))
+        leaving: np.ndarray = numbers[leaves]
+        return leaving
 
     def _carry(self, numbers: np.ndarray) -> None:
         """Send messages over their links: in the order in which they start where they share one."""
-        program = self.program
-        ready = self.left(numbers)
-        order = np.argsort(ready, kind="stable")
-        numbers = numbers[order]
-        ready = ready[order]
-        nbytes = program.nbytes[numbers]
-        last = self._last[numbers]
+        if not numbers.size:
+            return
+        links = self._links
+        left = self.left(numbers)
+        ready = left.copy()
         ends = np.zeros(len(numbers))
-        for hop in range(self._hops.shape[1] if len(numbers) else 0):
-            here = np.flatnonzero(hop <= last)
-            link = self._hops[numbers[here], hop]
-            size = nbytes[here]
-            final = last[here] == hop
-            outer = final | (hop == 0)
-            busy = (
-                size * self._beta[link]
-                + outer * (self._overhead[link] + size * self._crowd[link])
-                + (final & program.adds[numbers[here]]) * size * self._gamma[link]
-            )
-            begins = self._in_turn(link, ready[here], busy)
-            lag = self._alpha[link] - (self._overhead[link] if hop == 0 else 0.0)
-            ends[here] = np.maximum(ends[here], begins + busy) + lag
-            ready[here] = begins + lag
-            np.add.at(self._carried, link, size)
+        chosen: Index = numbers if len(numbers) < len(self.arrived) else slice(None)
+        last = self._routes.last[chosen]
+        hops = self._routes.hops[chosen]
+        busy = self._busy[chosen]
+        lag = self._lag[chosen]
+        for hop, shared in enumerate(self._routes.shared):
+            here: Index = slice(None) if hop <= last.min() else np.flatnonzero(hop <= last)
+            link = hops[here, hop]
+            seconds = busy[here, hop]
+            if shared:
+                users = self._users_at(hop, link, whole=len(numbers) == len(self.arrived))
+                begins = links.take_in_turn(link, ready[here], seconds, left[here], users)
+            else:
+                begins = links.take(link, ready[here], seconds)
+            ends[here] = np.maximum(ends[here], begins + seconds) + lag[here, hop]
+            ready[here] = begins + lag[here, hop]
         self.arrived[numbers] = ends
 
-    def _in_turn(self, link: np.ndarray, ready: np.ndarray, busy: np.ndarray) -> np.ndarray:
-        """Return when each message gets its link; those that share one follow each other in the
-        order given."""
-        begins = np.empty(len(link))
-        left = np.arange(len(link))
-        while left.size:
-            _, first = np.unique(link[left], return_index=True)
-            turn = left[first]
-            begins[turn] = np.maximum(ready[turn], self._free[link[turn]])
-            self._free[link[turn]] = begins[turn] + busy[turn]
-            left = np.delete(left, first)
-        return begins
+    def _users_at(self, hop: int, link: np.ndarray, *, whole: bool) -> np.ndarray:
+        """Return the messages of each link at a hop; remembered if they are the whole program's."""
+        if not whole:
+            return users_of(link)
+        if hop not in self._users:
+            self._users[hop] = users_of(link)
+        return self._users[hop]
+
+    def _seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return for how long each message keeps each of its links, and how long after its
+        begin there it reaches the next link: (messages, hops) each."""
+        program = self.program
+        links = self._links
+        (hops, last, _) = self._routes
+        size = program.nbytes[:, None]
+        hop = np.arange(hops.shape[1])
+        final = hop == last[:, None]
+        outer = final | (hop == 0)
+        crowd = links.crowd[hops] * program.crowded
+        busy = (
+            size * links.beta[hops]
+            + outer * (links.overhead[hops] + size * crowd)
+            + (final & program.adds[:, None]) * size * links.gamma[hops]
+        )
+        return busy, links.alpha[hops] - (hop == 0) * links.overhead[hops]

@@ -167,6 +167,8 @@ def test_a_model_without_a_name_is_gpt2(capsys: pytest.CaptureFixture[str]) -> N
             "--slow-rank 'one:2': write the name and how many times slower it is, as 3:2.0",
         ),
         (("--fail", "1"), "--fail '1': write the name and when it fails, in seconds, as 3:2.0"),
+        (("--fail", "9:2"), "no rank 9 can fail: the plan has 4 ranks; choose one below 4"),
+        (("--fail", "1:2e9"), "rank 1 cannot fail after 2e+09 s: the step takes "),
         (("--slow-link", "node0"), "--slow-link 'node0': write the name"),
         (("--slow-link", "wire9:3"), "no link is called 'wire9'"),
         (("--order", "tp,xp"), "order tp,xp: name different axes of dp, pp, ep, cp, tp"),

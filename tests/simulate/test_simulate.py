@@ -17,7 +17,7 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.pipeline.schedule_checker import Times, clock_of
 from minidist.parallel.pipeline.schedules import make_schedule
 from minidist.simulate.draw import draw_simulation, shown_ranks
-from minidist.simulate.failure import stalls, told
+from minidist.simulate.failure import describe, stalls
 from minidist.simulate.model_flops import flops_a_token, weights_used
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.results import Simulation
@@ -112,9 +112,11 @@ def test_a_rank_that_fails_stops_its_tensor_group_first_and_then_all(found: Simu
     others = [stall for stall in spread if stall.rank != 5]
     assert others[0].rank == 4 and "all_reduce of the tp group of ranks 4, 5" in others[0].waits_for
     assert all(stall.seconds <= found.step_seconds and stall.waits_for for stall in spread)
-    assert "rank 5 fails" in told(found, spread) and "7 of 7 others" in told(found, spread)
-    with pytest.raises(ConfigError, match="choose a rank below 8"):
+    assert "rank 5 fails" in describe(found, spread) and "7 of 7 others" in describe(found, spread)
+    with pytest.raises(ConfigError, match="no rank 8 can fail.*choose one below 8"):
         stalls(found, 8, 0.0)
+    with pytest.raises(ConfigError, match="rank 5 cannot fail after .* the step takes"):
+        stalls(found, 5, found.step_seconds)
 
 
 def test_a_slow_link_is_felt_on_its_axis(found: Simulation) -> None:

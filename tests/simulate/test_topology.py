@@ -33,6 +33,18 @@ def test_two_devices_below_one_pcie_switch_stay_there():
     assert crossed(Topology(4, NEAR, "pcie"), 0, 1) == ["node0.up0", "node0.down1"]
 
 
+def test_a_routes_latency_does_not_depend_on_which_route_is_first():
+    """Two PCIe nodes: a message inside a node and one to the other node go through one link up."""
+    pairs = [(0, 1), (0, 2)]
+    latencies = []
+    for order in (pairs, pairs[::-1]):
+        topology = Topology(2, NEAR, "pcie", between=FAR, nics=2)
+        for src, dst in order:
+            topology.route(src, dst)
+        latencies.append([topology.alpha(src, dst) for src, dst in pairs])
+    assert latencies[0] == latencies[1] == pytest.approx([1e-6, 6e-6])
+
+
 def test_rails_meet_at_their_own_leaf():
     """GPU i uses NIC i * nics / per_node; equal NICs of all nodes meet at one leaf."""
     topology = Topology(4, NEAR, between=FAR, nics=2)

@@ -182,6 +182,14 @@ def test_what_a_link_carries():
     assert cost.link_bytes == dict.fromkeys(range(8), 6000)
 
 
+def test_a_rank_adds_more_than_an_int32_counts():
+    """Two ranks that tell each other 6 GiB: each adds 6 GiB, more than 2^31 bytes."""
+    n = 6 << 30
+    expected = COST.seconds(PATHS["all_reduce", "direct"](2).work(n))
+    cost = cost_on(flat(2), 2, "all_reduce", "direct", n)
+    assert cost.seconds == pytest.approx(expected, rel=1e-12)
+
+
 # ---------------------------------------------------------------- links that are not alike
 
 

@@ -1,21 +1,20 @@
-"""One program for all ranks, and all ranks at once: the same as the messages of each rank, one by
-one."""
+"""A SymmetricProgram, one rank's messages for all ranks, costs what the Program of each rank's
+messages does; rounds that are skipped cost what they would cost if they were played."""
 
 import pytest
 
 from minidist.comm.calls.call import Call
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import ConfigError
-from minidist.simulate import turned_walk
 from minidist.simulate.cluster import Cluster
-from minidist.simulate.messages import Operands, ProgramCall, record, record_turned
-from minidist.simulate.program import TurnedProgram
+from minidist.simulate.links import CallLinks
+from minidist.simulate.messages import Operands, ProgramCall, record, record_symmetric
+from minidist.simulate.program import SymmetricProgram
 from minidist.simulate.topology import Topology, Wire
-from minidist.simulate.turned_walk import TurnedWalk
-from minidist.simulate.walk import walk
+from minidist.simulate.walk import MessageWalk, walk
 
 ALL = [(verb, name) for verb, names in ALGORITHMS.items() for name in names if name != "native"]
-TURNED = {
+SYMMETRIC = {
     ("all_gather", "ring"),
     ("all_reduce", "direct"),
     ("all_to_all", "pairwise"),
@@ -23,7 +22,7 @@ TURNED = {
     ("all_reduce", "ring"),
     ("reduce_scatter", "ring"),
 }
-"""Those that every size of ranks can walk at once, if the parts are equal."""
+"""Algorithms in which all ranks do the same for every number of ranks, if the parts are equal."""
 WIRE = Wire("near", 2e-6, 1e9, 0.5e-6, 0.3e-9, 0.2e-9)
 FAR = Wire("far", 7e-6, 2e8, 1.5e-6, 0.3e-9, 0.1e-9)
 
@@ -56,16 +55,16 @@ def operands(verb, size, nbytes=3000):
 @pytest.mark.sampled
 @pytest.mark.parametrize(("verb", "algorithm"), ALL)
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 9, 13])
-def test_all_at_once_is_message_by_message(verb, algorithm, size):
-    turned = record_turned(verb, algorithm, operands(verb, size), size)
-    assert turned is not None or (verb, algorithm) not in TURNED
-    if turned is None:
+def test_a_symmetric_program_costs_what_each_ranks_program_costs(verb, algorithm, size):
+    symmetric = record_symmetric(verb, algorithm, operands(verb, size), size)
+    assert symmetric is not None or (verb, algorithm) not in SYMMETRIC
+    if symmetric is None:
         return
     each = record(verb, algorithm, operands(verb, size), size)
-    assert (turned.messages, turned.sent_bytes) == (each.messages, each.sent_bytes)
+    assert (symmetric.messages, symmetric.sent_bytes) == (each.messages, each.sent_bytes)
     for cluster in clusters(size):
         for members in places(size):
-            one = walk(turned, members, cluster)
+            one = walk(symmetric, members, cluster)
             other = walk(each, members, cluster)
             assert one == (pytest.approx(other.seconds, rel=1e-12), *other[1:])
 
@@ -79,21 +78,21 @@ def test_unequal_chunks_are_not_taken_for_equal_ones(verb, algorithm, length):
     """If one program is taken for all ranks, then all ranks have the same bytes, in each
     message."""
     for size in (3, 7, 12, 16):
-        turned = record_turned(verb, algorithm, Operands(4 * length, (), 4), size)
-        if turned is not None:
+        symmetric = record_symmetric(verb, algorithm, Operands(4 * length, (), 4), size)
+        if symmetric is not None:
             each = record(verb, algorithm, Operands(4 * length, (), 4), size)
-            assert sorted(each.nbytes.tolist()) == sorted(turned.nbytes.tolist() * size)
+            assert sorted(each.nbytes.tolist()) == sorted(symmetric.nbytes.tolist() * size)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("verb", "algorithm"), sorted(TURNED))
+@pytest.mark.parametrize(("verb", "algorithm"), sorted(SYMMETRIC))
 @pytest.mark.parametrize("size", [17, 24, 33])
 def test_ranks_that_did_not_run_do_the_same(verb, algorithm, size):
     """Six ranks are run for all; here all are."""
-    turned = record_turned(verb, algorithm, operands(verb, size, 12000), size)
+    symmetric = record_symmetric(verb, algorithm, operands(verb, size, 12000), size)
     each = record(verb, algorithm, operands(verb, size, 12000), size)
     cluster = clusters(size)[1]
-    one = walk(turned, range(size), cluster)
+    one = walk(symmetric, range(size), cluster)
     other = walk(each, range(size), cluster)
     assert one == (pytest.approx(other.seconds, rel=1e-12), *other[1:])
 
@@ -107,49 +106,70 @@ def test_one_rank_that_differs_is_seen(monkeypatch):
         Call.exchange(self, dst, more, src, into, reduce, **told)
 
     assert isinstance(
-        record_turned("reduce_scatter", "ring", Operands(4096, (), 4), 8), TurnedProgram
+        record_symmetric("reduce_scatter", "ring", Operands(4096, (), 4), 8), SymmetricProgram
     )
     monkeypatch.setattr(ProgramCall, "exchange", exchange)
-    assert record_turned("reduce_scatter", "ring", Operands(4096, (), 4), 8) is None
+    assert record_symmetric("reduce_scatter", "ring", Operands(4096, (), 4), 8) is None
 
 
-def test_a_planted_bug_is_seen(monkeypatch):
-    """Messages that share a link and all go at once come too early."""
+def test_messages_that_do_not_take_turns_are_seen(monkeypatch):
+    """Planted: messages that share a link all go at once, and so arrive too early."""
     cluster = clusters(6)[1]
-    program = record_turned("all_to_all", "pairwise", Operands(3000, (), 4), 6)
+    program = record_symmetric("all_to_all", "pairwise", Operands(3000, (), 4), 6)
     right = walk(program, range(6), cluster).seconds
-    monkeypatch.setattr("minidist.simulate.turned_walk._Crossing._in_turn", lambda *_: None)
-    assert TurnedWalk(program, range(6), cluster).run() < right
+    monkeypatch.setattr(
+        CallLinks,
+        "take_in_turn",
+        lambda self, link, ready, busy, *_: self.take(link, ready, busy),
+    )
+    assert walk(program, range(6), cluster).seconds < right
 
 
-def test_rounds_are_left_out_only_when_all_clocks_go_on_alike(monkeypatch):
-    """Routes that meet at spines: the first rounds differ. All of them played, or most left out:
-    the same."""
+def test_rounds_are_skipped_only_after_one_that_delays_all_equally(monkeypatch):
+    """Routes that meet at spines: the first rounds differ. All rounds played, or most skipped: the
+    same cost."""
     cluster = clusters(24)[3]
-    program = record_turned("all_gather", "ring", Operands(3000), 24)
+    program = record_symmetric("all_gather", "ring", Operands(3000), 24)
     short = walk(program, range(24), cluster)
     rounds = played(monkeypatch)
     walk(program, range(24), cluster)
     assert 1 < len(rounds) < 23
-    monkeypatch.setattr(turned_walk, "EVEN", -1.0)
+    monkeypatch.setattr("minidist.simulate.walk.EVEN", -1.0)
     rounds.clear()
     assert short == (
         pytest.approx(walk(program, range(24), cluster).seconds, rel=1e-12),
         *short[1:],
     )
     assert len(rounds) == 23
-    monkeypatch.setattr(turned_walk, "EVEN", 1e9)  # planted: after one round, whatever it did
+    # planted: all rounds after the first are skipped
+    monkeypatch.setattr("minidist.simulate.walk.EVEN", 1e9)
     assert walk(program, range(24), cluster).seconds != pytest.approx(short.seconds, rel=1e-3)
 
 
 def played(monkeypatch):
-    """A list that each round which is played adds to."""
+    """Return a list to which each round that is played is added."""
     rounds = []
-    play = turned_walk._Play
-    monkeypatch.setattr(turned_walk, "_Play", lambda *given: rounds.append(play(*given)))
+    run = MessageWalk.run
+
+    def noted(self):
+        rounds.append(self.program)
+        return run(self)
+
+    monkeypatch.setattr(MessageWalk, "run", noted)
     return rounds
+
+
+@pytest.mark.parametrize("verb", ["all_gather", "all_reduce"])
+def test_a_ring_of_many_ranks_has_few_rounds(verb):
+    """The rounds that add, and those that store: each kind is one small program."""
+    program = record_symmetric(verb, "ring", Operands(4 * 512, (), 4), 512)
+    rounds = list(program.rounds())
+    assert [times for _, times in rounds] == [511] * len(rounds)
+    assert [len(part.src) for part, _ in rounds] == [512] * len(rounds)
+    assert [bool(part.adds.all()) for part, _ in rounds] == [True, False][-len(rounds) :]
+    assert len(rounds) == {"all_gather": 1, "all_reduce": 2}[verb]
 
 
 def test_unknown_algorithms_are_refused():
     with pytest.raises(ConfigError, match="all_reduce has no algorithm 'rings'"):
-        record_turned("all_reduce", "rings", Operands(8), 4)
+        record_symmetric("all_reduce", "rings", Operands(8), 4)
