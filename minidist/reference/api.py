@@ -54,11 +54,26 @@ def _arguments(function: Callable[..., Any]) -> str:
     """Return the parameters with their defaults; the docstring tells their types."""
     signature = inspect.signature(function)
     told = [
-        each.replace(annotation=inspect.Parameter.empty)
+        each.replace(annotation=inspect.Parameter.empty, default=_shown(each.default))
         for each in signature.parameters.values()
         if each.name not in ("self", "cls")
     ]
     return str(inspect.Signature(told))
+
+
+class Shown:
+    """A default that is an object, by the name of its class: its address differs by run."""
+
+    def __init__(self, default: Any) -> None:
+        self.name = type(default).__name__
+
+    def __repr__(self) -> str:
+        return f"{self.name}()"
+
+
+def _shown(default: Any) -> Any:
+    """Return a default whose repr is the same in every run."""
+    return Shown(default) if " at 0x" in repr(default) else default
 
 
 def _doc(thing: object) -> str:

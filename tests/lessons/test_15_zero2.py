@@ -1,9 +1,13 @@
 """Exercise 15: filled rightly it passes, and each wrong filling fails under its name."""
 
+import json
 from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
+
+from minidist import lessons
+from minidist.cli import main
 
 RIGHT = right("15")
 WRONG = {
@@ -41,3 +45,22 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
         "fill hole 1" in result.results[-1].line()
         and "exercise_15.py line" in result.results[-1].line()
     )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("option", "row"),
+    [
+        ("--zero=0", "`--zero 0` (DDP)"),
+        ("--zero=2", "`--zero 2`"),
+        ("--zero=2 --bucket-bytes=256KiB", "`--zero 2 --bucket-bytes 256KiB`"),
+    ],
+)
+def test_the_peak_of_train_s_gradients(option: str, row: str, tmp_path: Path) -> None:
+    """A model of two buckets has its whole gradient for a moment."""
+    words = ["train", "-n", "2", "--steps", "2", "--quiet", "--transport", "threads"]
+    assert main([*words, *option.split(), "--out", str(tmp_path / "run")]) == 0
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    held = metrics["ranks"][0]["memory"]["gradients"]
+    shown = f"| {row} | {held['now'] / 1e6:.1f} MB | {held['peak'] / 1e6:.1f} MB |"
+    assert shown in lessons.find("15").part("README.md").read_text(encoding="utf-8"), shown

@@ -30,7 +30,7 @@ def test_ranks_that_do_not_fit_together_fail_the_task() -> None:
     assert not result.passed
     assert (result.task, result.target, result.measured) == ("3 steps", "an end", "DeadlockError")
     assert result.mistake == "they wait"
-    assert result.advice.startswith("see section 1; rank 0: no rank can go on")
+    assert result.advice.startswith("see section 1; rank 0: no rank can continue")
 
 
 def test_an_error_of_the_students_code_stays_that_error() -> None:

@@ -27,7 +27,7 @@ UNFOLDED = (
     "--microbatches 8 --unfolded"
 )
 
-PLANS = "plan --cluster h100:128x8 --model mixtral-8x7b --batch 1024"
+PLANS = "plan --cluster h100:128x8 --model mixtral-8x7b --batch 1024 --confirm 0"
 
 
 class Used(NamedTuple):

@@ -29,8 +29,8 @@ MISTAKES = [
     ("8bit:block=3", "block=3; a block has an even number of elements, from 2"),
     ("8bit:rounding=up", "compress 8bit: rounding='up'; choose one of nearest, stochastic"),
     ("fp16:feedback=maybe", "feedback='maybe'; write it yes or no"),
-    ("8bit:", "'' is no option=value"),
-    ("8bit:block=8,", "'' is no option=value"),
+    ("8bit:", "'' is not option=value"),
+    ("8bit:block=8,", "'' is not option=value"),
     ("8bit:block=8,block=16", "option block stands there twice"),
     ("none:block=3", "compress 'none:block=3': none takes no options"),
 ]

@@ -171,7 +171,7 @@ def test_leave_that_is_taken_away_is_no_death(monkeypatch):
 
     monkeypatch.setattr(process_vm_read, "read", refuse)
     with pytest.raises(
-        CommError, match="rank 0 may not read 8 bytes in the memory of rank 1 any more"
+        CommError, match="rank 0 can no longer read 8 bytes in the memory of rank 1"
     ) as caught:
         zero.read(1, 0, octets(8))
     assert not isinstance(caught.value, PeerLostError)
