@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from minidist.console import (
     whole_number,
     write_json,
 )
+from minidist.data.id_text import shown_ids
 from minidist.data.text import Text
 from minidist.data.tokenizer import Tokenizer
 from minidist.errors import CheckpointError, ConfigError
@@ -50,7 +51,7 @@ class _FinishedRun(msgspec.Struct):
 
     losses: list[Any]
     config: dict[str, Any]
-    vocabulary: Annotated[str, msgspec.Meta(min_length=1)]
+    vocabulary: str  # the symbols; "" where the run learned ids
 
 
 class Writer(NamedTuple):
@@ -87,14 +88,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",
-        help="with --weights: tokenizer.json, to write text in place of ids (needs the extra "
-        "`tokenizer`)",
+        help="with --weights, or a run that learned ids: tokenizer.json, to write text in place "
+        "of ids (needs the extra `tokenizer`)",
     )
     parser.add_argument(
         "--ids",
         type=token_ids,
         metavar="I,J,…",
-        help="with --weights: the ids that the text begins with, in place of --prompt",
+        help="with --weights, or a run that learned ids: the ids that the text begins with, in "
+        "place of --prompt",
     )
     parser.add_argument(
         "--tokens", type=positive, default=200, metavar="N", help="symbols to add (default: 200)"
@@ -127,15 +129,19 @@ def run(args: argparse.Namespace) -> int:
         fail("--prompt: needs at least one symbol; leave it out to begin with a new line")
     if args.weights is not None:
         return _sample_published(args)
-    for option in ("heads", "tokenizer", "ids"):
-        if getattr(args, option) is not None:
-            fail(f"--{option}: is for --weights FILE; add it, or leave this out")
+    if args.heads is not None:
+        fail("--heads: is for --weights FILE; add it, or leave this out")
     if args.run is None:
         fail("name a run folder of minidist train, or --weights FILE")
     try:
         writer = open_run(Path(args.run))
     except CheckpointError as error:
         fail(str(error))
+    if not writer.text.symbols:
+        return _continue_ids(args, writer.model, str(writer.source))
+    for option in ("tokenizer", "ids"):
+        if getattr(args, option) is not None:
+            fail(f"--{option}: this run learned symbols, not ids; leave the option out")
     symbols = writer.text.symbols
     prompt = args.prompt or ("\n" if "\n" in symbols else symbols[0])
     ids = writer.model.generate(
@@ -160,18 +166,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sample_published(args: argparse.Namespace) -> int:
-    """Print the continuation by a published model: as text with a tokenizer, else as ids.
+    """Print the continuation by a published model. Returns: 0. Raises: ConfigError, DataError."""
+    if args.run is not None:
+        fail(f"{args.run}: a run folder and --weights exclude each other; leave one out")
+    _check_beginning(args)
+    return _continue_ids(args, load_published(args.weights, heads=args.heads), args.weights)
+
+
+def _check_beginning(args: argparse.Namespace) -> None:
+    """Raise ConfigError unless the options say how the ids begin."""
+    if (args.ids is None) == (args.prompt is None):
+        fail("give the beginning, by --ids I,J,… or by --prompt TEXT with --tokenizer")
+    if args.prompt is not None and args.tokenizer is None:
+        fail(
+            "--prompt: a model of ids needs --tokenizer tokenizer.json for text; or give --ids I,J,…"
+        )
+
+
+def _continue_ids(args: argparse.Namespace, model: GPT, source: str) -> int:
+    """Print the continuation by a model of ids: as text with a tokenizer, else as ids.
 
     Returns: 0. Raises: ConfigError, DataError.
     """
-    if args.run is not None:
-        fail(f"{args.run}: a run folder and --weights exclude each other; leave one out")
+    _check_beginning(args)
     tokenizer = None if args.tokenizer is None else Tokenizer(args.tokenizer)
-    if (args.ids is None) == (args.prompt is None):
-        fail("--weights: give the beginning, by --ids I,J,… or by --prompt TEXT with --tokenizer")
-    if args.prompt is not None and tokenizer is None:
-        fail("--prompt: --weights needs --tokenizer tokenizer.json for text; or give --ids I,J,…")
-    model = load_published(args.weights, heads=args.heads)
     if tokenizer is not None and tokenizer.size > model.config.vocabulary:
         fail(
             f"--tokenizer {args.tokenizer}: has {tokenizer.size:,} ids, the model "
@@ -185,18 +203,16 @@ def _sample_published(args: argparse.Namespace) -> int:
     if not first or max(first) >= model.config.vocabulary:
         fail(
             f"{'--prompt' if args.ids is None else '--ids'}: needs one id or more, each below "
-            f"{model.config.vocabulary:,}, the vocabulary of {args.weights}"
+            f"{model.config.vocabulary:,}, the vocabulary of {source}"
         )
     ids = model.generate(first, args.tokens, temperature=args.temperature, seed=args.seed).tolist()
     text = None if tokenizer is None else tokenizer.decode(ids)
-    sys.stdout.write(
-        (" ".join(map(str, ids)) if text is None else visible(text, keep="\n\t")) + "\n"
-    )
+    sys.stdout.write((shown_ids(ids) if text is None else visible(text, keep="\n\t")) + "\n")
     if args.json:
         write_json(
             args.json,
             {
-                "source": args.weights,
+                "source": source,
                 "prompt": args.prompt,
                 "text": text,
                 "ids": ids,
@@ -285,7 +301,7 @@ def _writer(
 ) -> Writer:
     config = config_of(source, about, (array.size for array in weights.values()))
     symbols = about["vocabulary"]
-    if not 0 < len(symbols) <= config.vocabulary:
+    if len(symbols) > config.vocabulary:
         fail(
             f"{source}: {len(symbols)} symbols do not fit a model of {config.vocabulary}; name "
             "another checkpoint"

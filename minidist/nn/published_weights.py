@@ -26,7 +26,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -78,53 +78,59 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 """{a field of config.json: its values that mean this GPT's computation, the default first}."""
 
 
-class Published(NamedTuple):
-    """A published model: its config, and its weights by their names here."""
-
-    config: GPTConfig
-    weights: dict[str, np.ndarray]
-
-
-def load_published(path: str | Path, *, heads: int | None = None) -> GPT:
-    """Return the GPT whose weights a file holds. Args, Raises: as read_published."""
-    published = read_published(path, heads=heads)
-    model = GPT(published.config)
-    model.load_state_dict(published.weights)
-    return model
-
-
-def read_published(path: str | Path, *, heads: int | None = None) -> Published:
-    """Read a safetensors file with GPT-2's names.
+class Published:
+    """A published model in a safetensors file: its config, and its weights by their names here.
 
     Weights of float16 and bfloat16 become float32, exactly; float64 stays.
 
-    Args:    heads: the number of attention heads, if no config.json lies beside the file.
-    Raises:  DataError, one line, if the file is not such a model or does not fit its config.json;
-             ConfigError if sizes cannot work, or the number of heads is not known.
+    Args:       heads: the number of attention heads, if no config.json lies beside the file.
+    Attributes: config; path.
+    Raises:     DataError, one line, if the file is not such a model or does not fit its
+                config.json; ConfigError if sizes cannot work, or the number of heads is not known.
     """
-    file = WeightsFile(path)
-    names = _names_here(file)
-    about = _read_config(file.path)
-    config = _config(
-        file, {ours: file.shapes[theirs] for theirs, ours in names.items()}, about, heads
-    )
-    weights = {ours: _converted(file, theirs, ours, config.dtype) for theirs, ours in names.items()}
-    if "head.weight" in weights and np.array_equal(
-        weights["head.weight"].T, weights["tokens.weight"]
-    ):
-        del weights["head.weight"]
-        config = replace(config, tied=True)
-    tied = about.get("tie_word_embeddings", config.tied if not about else True)
-    if tied != config.tied:
-        raise DataError(
-            f"{file.path}: config.json says tie_word_embeddings={json.dumps(tied)}, but "
-            + (
-                "lm_head.weight is missing"
-                if config.tied
-                else "lm_head.weight differs from wte.weight"
+
+    def __init__(self, path: str | Path, *, heads: int | None = None) -> None:
+        self._file = WeightsFile(path)
+        self.path = self._file.path
+        names = _names_here(self._file)
+        about = _read_config(self.path)
+        shapes = {ours: self._file.shapes[theirs] for theirs, ours in names.items()}
+        self.config = _config(self._file, shapes, about, heads)
+        self._theirs = {ours: theirs for theirs, ours in names.items()}
+        if "head.weight" in self._theirs and np.array_equal(
+            self.read("head.weight").T, self.read("tokens.weight")
+        ):
+            del self._theirs["head.weight"]
+            self.config = replace(self.config, tied=True)
+        tied = about.get("tie_word_embeddings", True) if about else self.config.tied
+        if tied != self.config.tied:
+            raise DataError(
+                f"{self.path}: config.json says tie_word_embeddings={json.dumps(tied)}, but "
+                + (
+                    "lm_head.weight is missing"
+                    if self.config.tied
+                    else "lm_head.weight differs from wte.weight"
+                )
             )
-        )
-    return Published(config, weights)
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a weight by its name here, in its shape here and the config's dtype. Raises:
+        DataError if it cannot be read."""
+        array = self._file.read(self._theirs[name])
+        turned = array.T if name == "head.weight" else array
+        return np.array(turned, dtype(self.config.dtype), order="C")
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return all weights, as Module.load_state_dict takes them."""
+        return {name: self.read(name) for name in self._theirs}
+
+
+def load_published(path: str | Path, *, heads: int | None = None) -> GPT:
+    """Return the GPT whose weights a file holds. Args, Raises: as Published."""
+    published = Published(path, heads=heads)
+    model = GPT(published.config)
+    model.load_state_dict(published.state_dict())
+    return model
 
 
 def _names_here(file: WeightsFile) -> dict[str, str]:
@@ -184,7 +190,7 @@ def _config(
     about: Mapping[str, Any],
     heads: int | None,
 ) -> GPTConfig:
-    """Return the config that these shapes have. Raises: as read_published."""
+    """Return the config that these shapes have. Raises: as Published."""
     for name in ("tokens.weight", "positions.weight", "blocks.0.mlp.up.weight"):
         if len(shapes.get(name, ())) != 2:
             raise DataError(
@@ -257,11 +263,6 @@ def _check_shapes(
                 f"{file.path}: {_published(name)} has shape {shapes[name]}, a GPT-2 of width "
                 f"{config.width} has {shape[::-1] if name == 'head.weight' else shape}"
             )
-
-
-def _converted(file: WeightsFile, theirs: str, ours: str, kind: str) -> np.ndarray:
-    array = file.read(theirs)
-    return np.array(array.T if ours == "head.weight" else array, dtype(kind), order="C")
 
 
 # ------------------------------------------------------------------------------------------ writing

@@ -102,7 +102,7 @@ def test_a_tokenizer_json_of_the_library_is_read(
     ("options", "message"),
     [
         ([], "give the beginning, by --ids I,J,… or by --prompt TEXT with --tokenizer"),
-        (["--prompt", "a"], "--weights needs --tokenizer tokenizer.json for text"),
+        (["--prompt", "a"], "a model of ids needs --tokenizer tokenizer.json for text"),
         (["--ids", "1", "--prompt", "a"], "give the beginning, by --ids"),
         (["--ids", "1,50"], "--ids: needs one id or more, each below 50, the vocabulary of"),
         (["--ids", "1,-2"], "ids are whole numbers with commas: '-2'"),
@@ -131,9 +131,8 @@ def test_what_cannot_be_is_told_in_one_line(
 
 
 def test_options_of_weights_need_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    for options in (["--heads", "2"], ["--ids", "1"], ["--tokenizer", "t"]):
-        assert main(["sample", "RUN", *options]) == 2
-        assert f"{options[0]}: is for --weights FILE" in capsys.readouterr().err
+    assert main(["sample", "RUN", "--heads", "2"]) == 2
+    assert "--heads: is for --weights FILE" in capsys.readouterr().err
     assert main(["sample"]) == 2
     assert "name a run folder of minidist train, or --weights FILE" in capsys.readouterr().err
 
@@ -194,6 +193,9 @@ def test_another_model_is_not_exported_under_gpt2s_names(
 ) -> None:
     run = trained(tmp_path)
     capsys.readouterr()
+    for options in (["--ids", "1"], ["--tokenizer", "t"]):
+        assert main(["sample", str(run), *options]) == 2
+        assert f"{options[0]}: this run learned symbols, not ids" in capsys.readouterr().err
     file = tmp_path / "model.safetensors"
     assert main(["checkpoint", str(run), "--export", str(file), "--names", "gpt2"]) == 2
     assert (

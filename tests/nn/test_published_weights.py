@@ -25,9 +25,9 @@ from safetensors.numpy import load_file, save_file
 from minidist.errors import ConfigError, DataError, MinidistError
 from minidist.nn import GPT, GPTConfig, MixtureConfig
 from minidist.nn.published_weights import (
+    Published,
     load_published,
     published_weights,
-    read_published,
     write_published,
 )
 
@@ -99,7 +99,7 @@ def test_weights_in_each_others_place_are_found(tmp_path: Path, swap: tuple[str,
 
 
 def test_the_config_is_that_of_the_shapes(tmp_path: Path) -> None:
-    assert read_published(write_gpt2(tmp_path)).config == GPTConfig(
+    assert Published(write_gpt2(tmp_path)).config == GPTConfig(
         vocabulary=VOCABULARY,
         context=CONTEXT,
         layers=LAYERS,
@@ -115,11 +115,11 @@ def test_two_bytes_become_float32_exactly(tmp_path: Path, kind: str) -> None:
         name: array.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else kind)
         for name, array in gpt2_weights().items()
     }
-    found = read_published(write_gpt2(tmp_path, rounded))
+    found = Published(write_gpt2(tmp_path, rounded))
     assert found.config.dtype == "float32"
-    assert found.weights["positions.weight"].dtype == np.float32
+    assert found.state_dict()["positions.weight"].dtype == np.float32
     expected = rounded["wpe.weight"].astype(np.float32)
-    assert np.array_equal(found.weights["positions.weight"], expected)
+    assert np.array_equal(found.state_dict()["positions.weight"], expected)
 
 
 def test_prefix_masks_and_a_copied_output_change_nothing(tmp_path: Path) -> None:
@@ -128,11 +128,14 @@ def test_prefix_masks_and_a_copied_output_change_nothing(tmp_path: Path) -> None
     longer["lm_head.weight"] = plain["wte.weight"].copy()
     longer["transformer.h.0.attn.bias"] = np.tril(np.ones((1, 1, CONTEXT, CONTEXT), np.uint8))
     longer["transformer.h.0.attn.masked_bias"] = np.array(-1e4, np.float32)
-    first = read_published(write_gpt2(tmp_path / "plain", plain))
-    second = read_published(write_gpt2(tmp_path / "longer", longer))
+    first = Published(write_gpt2(tmp_path / "plain", plain))
+    second = Published(write_gpt2(tmp_path / "longer", longer))
     assert first.config == second.config
-    assert first.weights.keys() == second.weights.keys()
-    assert all(np.array_equal(first.weights[name], second.weights[name]) for name in first.weights)
+    assert first.state_dict().keys() == second.state_dict().keys()
+    assert all(
+        np.array_equal(first.state_dict()[name], second.state_dict()[name])
+        for name in first.state_dict()
+    )
 
 
 def test_an_output_of_its_own_is_loaded_transposed(tmp_path: Path) -> None:
@@ -151,10 +154,10 @@ def test_without_config_json_the_caller_gives_the_heads(tmp_path: Path) -> None:
     file = write_gpt2(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match="number of heads is in no weight, and no config.json"):
-        read_published(file)
-    assert read_published(file, heads=HEADS).config.heads == HEADS
+        Published(file)
+    assert Published(file, heads=HEADS).config.heads == HEADS
     with pytest.raises(ConfigError, match="width 24 is not divisible by 5 heads"):
-        read_published(file, heads=5)
+        Published(file, heads=5)
 
 
 # -------------------------------------------------------------------------------------- out again
@@ -165,10 +168,10 @@ def test_out_again_has_the_same_bytes(tmp_path: Path, tied: bool) -> None:
     weights = gpt2_weights()
     if not tied:
         weights["lm_head.weight"] = np.ones((VOCABULARY, WIDTH), np.float32)
-    first = read_published(write_gpt2(tmp_path / "in", weights, tie_word_embeddings=tied))
+    first = Published(write_gpt2(tmp_path / "in", weights, tie_word_embeddings=tied))
     (tmp_path / "out").mkdir()
     file = tmp_path / "out" / "model.safetensors"
-    write_published(file, "gpt2", first.config, first.weights)
+    write_published(file, "gpt2", first.config, first.state_dict())
     written = load_file(file)
     assert {name.removeprefix("transformer.") for name in written} == weights.keys()
     for name, array in written.items():
@@ -178,17 +181,17 @@ def test_out_again_has_the_same_bytes(tmp_path: Path, tied: bool) -> None:
     assert {name: about[name] for name in GPT2_CONFIG if name in about} == {
         name: value for name, value in GPT2_CONFIG.items() if name in about
     }
-    again = read_published(file)
+    again = Published(file)
     assert again.config == first.config
-    write_published(file, "gpt2", again.config, again.weights)  # over itself
+    write_published(file, "gpt2", again.config, again.state_dict())  # over itself
 
 
 def test_another_models_config_json_is_not_overwritten(tmp_path: Path) -> None:
     file = write_gpt2(tmp_path, n_ctx=None)
-    found = read_published(file)
+    found = Published(file)
     before = file.read_bytes()
     with pytest.raises(ConfigError, match="config.json: exists, and describes another model"):
-        write_published(file, "gpt2", found.config, found.weights)
+        write_published(file, "gpt2", found.config, found.state_dict())
     assert file.read_bytes() == before
 
 
@@ -272,7 +275,7 @@ def test_a_file_that_is_no_such_model_is_told(
         place = tmp_path / "config.json"
         place.write_text(json.dumps(json.loads(place.read_text()) | about))
     with pytest.raises(MinidistError, match=message) as told:
-        read_published(file)
+        Published(file)
     assert "\n" not in str(told.value)
 
 
@@ -293,11 +296,11 @@ def test_a_file_that_is_cut_off_or_none_is_told(tmp_path: Path) -> None:
     ):
         file.write_bytes(damaged)
         with pytest.raises(DataError, match="model.safetensors: ") as told:
-            read_published(file)
+            Published(file)
         assert "\n" not in str(told.value)
     with pytest.raises(DataError, match="No such file"):
-        read_published(tmp_path / "none")
+        Published(tmp_path / "none")
     with pytest.raises(DataError, match="config.json: "):
         save_file(gpt2_weights(), file)
         (tmp_path / "config.json").write_text("{")
-        read_published(file)
+        Published(file)
