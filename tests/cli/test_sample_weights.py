@@ -199,7 +199,7 @@ def test_another_model_is_not_exported_under_gpt2s_names(
     file = tmp_path / "model.safetensors"
     assert main(["checkpoint", str(run), "--export", str(file), "--names", "gpt2"]) == 2
     assert (
-        "--names gpt2: this model has rotary positions, and a GPT-2 has not"
+        "--names gpt2: this model has positions rotary, and a GPT-2 has not"
         in capsys.readouterr().err
     )
     assert not file.exists()

@@ -1,5 +1,5 @@
-"""Weights under GPT-2's published names: the same logits as GPT-2's formulas and PyTorch give, out
-again with the same bytes, and one line for each file that is no such model."""
+"""Weights under the published names of GPT-2 and Llama: the same logits as the formulas and PyTorch
+give, out again with the same bytes, and one line for each file that is no such model."""
 
 import json
 from dataclasses import replace
@@ -13,12 +13,19 @@ from published import (
     CONTEXT,
     GPT2_CONFIG,
     HEADS,
+    HIDDEN,
+    KEY_HEADS,
     LAYERS,
+    LLAMA_CONFIG,
     VOCABULARY,
     WIDTH,
     gpt2_logits,
     gpt2_weights,
+    llama_biases,
+    llama_logits,
+    llama_weights,
     write_gpt2,
+    write_llama,
 )
 from safetensors.numpy import load_file, save_file
 
@@ -160,6 +167,144 @@ def test_without_config_json_the_caller_gives_the_heads(tmp_path: Path) -> None:
         Published(file, heads=5)
 
 
+# ------------------------------------------------------------------------------------------- Llama
+
+
+def test_the_logits_are_those_of_llamas_formulas(tmp_path: Path) -> None:
+    weights = llama_weights("float64")
+    model = load_published(write_llama(tmp_path, weights))
+    expected = llama_logits(weights, IDS)
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(logits(model), expected, rtol=1e-11, atol=1e-11)
+    assert model.config == GPTConfig(
+        vocabulary=VOCABULARY,
+        context=CONTEXT,
+        layers=LAYERS,
+        width=WIDTH,
+        heads=HEADS,
+        kv_heads=KEY_HEADS,
+        mlp_width=HIDDEN,
+        positions="rotary",
+        norm="rms",
+        activation="silu",
+        dtype="float64",
+    )
+
+
+def test_llamas_logits_are_pytorchs(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="needs PyTorch: the extra `bench`")
+    from torch.nn import functional
+
+    weights = llama_weights("float64")
+    w = {name: torch.from_numpy(array) for name, array in weights.items()}
+    angles = torch.outer(
+        torch.arange(CONTEXT, dtype=torch.float64),
+        10000.0 ** (-torch.arange(0, WIDTH // HEADS, 2, dtype=torch.float64) / (WIDTH // HEADS)),
+    ).repeat(1, 2)
+
+    def turned(x: Any) -> Any:
+        first, second = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+
+    def norm(x: Any, name: str) -> Any:
+        return functional.rms_norm(x, (WIDTH,), w[name], 1e-5)
+
+    x = functional.embedding(torch.from_numpy(IDS), w["model.embed_tokens.weight"])
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        y = norm(x, f"{at}.input_layernorm.weight")
+        q, k, v = (
+            functional.linear(y, w[f"{at}.self_attn.{part}_proj.weight"])
+            .unflatten(2, (-1, WIDTH // HEADS))
+            .transpose(1, 2)
+            for part in "qkv"
+        )
+        y = functional.scaled_dot_product_attention(
+            turned(q), turned(k), v, is_causal=True, enable_gqa=True
+        )
+        y = y.transpose(1, 2).flatten(2)
+        x = x + functional.linear(y, w[f"{at}.self_attn.o_proj.weight"])
+        y = norm(x, f"{at}.post_attention_layernorm.weight")
+        gate, up = (
+            functional.linear(y, w[f"{at}.mlp.{part}_proj.weight"]) for part in ("gate", "up")
+        )
+        y = functional.silu(gate) * up
+        x = x + functional.linear(y, w[f"{at}.mlp.down_proj.weight"])
+    expected = functional.linear(norm(x, "model.norm.weight"), w["lm_head.weight"]).numpy()
+    model = load_published(write_llama(tmp_path, weights))
+    np.testing.assert_allclose(logits(model), expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_out_again_has_the_same_bytes(tmp_path: Path, biased: bool, tied: bool) -> None:
+    weights = llama_weights()
+    settings: dict[str, Any] = {"tie_word_embeddings": tied}
+    if tied:
+        del weights["lm_head.weight"]
+    if biased:
+        settings |= {"attention_bias": True, "mlp_bias": True}
+        weights |= llama_biases(weights)
+    first = Published(write_llama(tmp_path / "in", weights, **settings))
+    assert first.config.tied is tied
+    (tmp_path / "out").mkdir()
+    file = tmp_path / "out" / "model.safetensors"
+    write_published(file, "llama", first.config, first.state_dict())
+    written = load_file(file)
+    assert written.keys() == weights.keys()
+    assert all(np.array_equal(array, weights[name]) for name, array in written.items())
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert about["attention_bias"] is about["mlp_bias"] is biased
+    for setting, value in (LLAMA_CONFIG | settings).items():
+        assert about.get(setting) == value, setting
+    again = Published(file)
+    assert again.config == first.config
+    for name, array in again.state_dict().items():
+        assert np.array_equal(array, first.state_dict()[name])
+
+
+def test_llamas_biases_are_zero_unless_config_json_says_so(tmp_path: Path) -> None:
+    weights = llama_weights()
+    found = Published(write_llama(tmp_path, weights)).state_dict()
+    assert not found["blocks.1.attention.qkv.bias"].any()
+    assert found["blocks.1.attention.qkv.bias"].shape == (WIDTH + 2 * KEY_HEADS * WIDTH // HEADS,)
+    with pytest.raises(DataError, match="layers.0.self_attn.q_proj.bias is missing"):
+        Published(write_llama(tmp_path, weights, attention_bias=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_theta": 500000.0}, "rope_theta is 500000.0; a GPT here computes only with 10000.0"),
+        ({"rope_scaling": {"factor": 8.0}}, "rope_scaling is {.factor.: 8.0}; .* null"),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_parameters is"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
+        ({"model_type": "mistral"}, 'model_type is "mistral"'),
+        ({"head_dim": 8}, "says head_dim=8, the weights have 6"),
+        ({"num_key_value_heads": 4}, r"k_proj.weight has shape \(12, 24\), a Llama of width 24"),
+        ({"num_key_value_heads": 3}, "4 heads do not divide among 3 key and value heads"),
+        ({"num_hidden_layers": 3}, "says num_hidden_layers=3, the weights have 2"),
+        ({"max_position_embeddings": None}, "needs config.json beside it, with max_position_emb"),
+        ({"num_attention_heads": None}, "the number of heads is in no weight"),
+        ({"tie_word_embeddings": True}, "=true, but lm_head.weight differs"),
+    ],
+)
+def test_a_llama_that_computes_otherwise_is_told(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(MinidistError, match=message) as told:
+        Published(write_llama(tmp_path, **settings))
+    assert "\n" not in str(told.value)
+
+
+def test_llamas_weights_that_are_missing_are_told(tmp_path: Path) -> None:
+    for name in ("lm_head.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
+        weights = {other: array for other, array in llama_weights().items() if other != name}
+        with pytest.raises(DataError, match=rf"{name.removeprefix('model.')} is missing"):
+            Published(write_llama(tmp_path, weights))
+
+
 # -------------------------------------------------------------------------------------- out again
 
 
@@ -201,7 +346,7 @@ SMALL = GPTConfig(vocabulary=8, context=4, layers=1, width=8, heads=2)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"positions": "rotary"}, "has rotary positions"),
+        ({"positions": "rotary"}, "has positions rotary, and a GPT-2 has not"),
         ({"norm": "rms"}, "has norm rms"),
         ({"activation": "silu"}, "has activation silu"),
         ({"kv_heads": 1}, "has 1 key heads for 2 heads"),
@@ -212,7 +357,7 @@ SMALL = GPTConfig(vocabulary=8, context=4, layers=1, width=8, heads=2)
 def test_what_gpt2_cannot_compute_has_no_such_names(changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         published_weights("gpt2", replace(SMALL, **changes), {})
-    with pytest.raises(ConfigError, match="choose gpt2"):
+    with pytest.raises(ConfigError, match="choose gpt2 or llama"):
         published_weights("gpt3", SMALL, {})
 
 
@@ -246,7 +391,11 @@ def changed(**shapes: Any) -> dict[str, np.ndarray]:
         (None, {"n_head": "4"}, "heads is '4'; it must be a whole number"),
         (None, {"tie_word_embeddings": False}, "says tie_word_embeddings=false, but lm_head"),
         (changed(lm_head__weight=(VOCABULARY, WIDTH)), {}, "=true, but lm_head.weight differs"),
-        (without("wte.weight"), {}, "wte.weight is missing or is no matrix"),
+        (
+            without("wte.weight"),
+            {},
+            r"has neither transformer.wte.weight \(GPT-2\) nor model.embed_tokens.weight \(Llama\)",
+        ),
         (without("h.1.ln_2.bias"), {}, r"h.1.ln_2.bias is missing \(1 in all\)"),
         (changed(h__7__ln_1__bias=(WIDTH,)), {"n_layer": 8}, "weights of 3 blocks, .* is h.7"),
         (changed(h__999999__ln_1__bias=(1,)), {"n_layer": None}, "of 3 blocks"),
@@ -258,7 +407,7 @@ def changed(**shapes: Any) -> dict[str, np.ndarray]:
         (changed(score__weight=(2, WIDTH)), {}, "'score.weight' is no weight of a GPT-2"),
         (changed(transformer__ln_f__bias=(WIDTH,)), {}, "holds a weight twice"),
         (gpt2_weights() | {"ln_f.bias": np.ones(WIDTH, np.int8)}, {}, "ln_f.bias has dtype int8"),
-        ({"blocks.0.norm_mlp.bias": np.ones(3)}, {}, "is no weight of a GPT-2"),
+        ({"blocks.0.norm_mlp.bias": np.ones(3)}, {}, "so it is none of these models"),
     ],
 )
 def test_a_file_that_is_no_such_model_is_told(

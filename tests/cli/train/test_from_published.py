@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import run
-from published import CONTEXT, VOCABULARY, gpt2_logits, gpt2_weights, write_gpt2
+from published import (
+    CONTEXT,
+    VOCABULARY,
+    gpt2_logits,
+    gpt2_weights,
+    llama_weights,
+    write_gpt2,
+    write_llama,
+)
 from safetensors.numpy import load_file
 
 from minidist.cli import main
@@ -87,6 +95,23 @@ def test_every_plan_begins_with_the_weights_and_ends_as_one_process(
     for name, array in found.items():
         np.testing.assert_allclose(array, alone[name], rtol=0, atol=1e-12)
         assert abs(array - begun[name]).max() > 0
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("options", ["-n 2 --plan tp=2", "-n 2 --zero 3", "-n 2 --plan cp=2"])
+def test_a_llama_is_trained_under_every_plan_and_written_again(here: Path, options: str) -> None:
+    write_llama(here, llama_weights("float64"))
+    alone = load_file(train(out="alone") / "model.safetensors")
+    out = train("--transport", "threads", "--save-every", "2", *options.split())
+    found = load_file(out / "model.safetensors")
+    for name, array in found.items():
+        np.testing.assert_allclose(array, alone[name], rtol=0, atol=1e-12)
+    (here / "llama").mkdir()
+    words = ["checkpoint", str(out), "--export", "llama/model.safetensors", "--names", "llama"]
+    assert main(words) == 0
+    again = Published("llama/model.safetensors").state_dict()
+    assert all(np.array_equal(again[name], found[name]) for name in found)
+    assert found["blocks.0.mlp.up.bias"].any()  # trained, so config.json says mlp_bias
 
 
 def test_mixed_precision_begins_with_the_weights_as_masters(here: Path) -> None:
