@@ -36,6 +36,11 @@ def shared(verb: str, name: str, value: Any) -> Array:
              another device, and for a GPU without CuPy.
     """
     told = f"{verb}: {name} is a {type(value).__name__}"
+    if _is_tensor(value) and value.is_neg():
+        raise DtypeError(
+            f"{told} that PyTorch negates only when it is read, and exports with the wrong sign; pass "
+            "x.resolve_neg()"
+        )
     try:
         kind = int(value.__dlpack_device__()[0])
         if kind in _HOST:
@@ -72,11 +77,16 @@ def _on_gpu(value: Any) -> Array:
 
 def _bfloat16_bits(value: Any) -> Any:
     """Return a PyTorch tensor of bfloat16, viewed as int16; None for any other value."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.Tensor) or value.dtype != torch.bfloat16:
+    if not _is_tensor(value) or value.dtype != sys.modules["torch"].bfloat16:
         return None
     # detach() would drop what PyTorch refuses to export
-    return value if value.requires_grad else value.view(torch.int16)
+    return value if value.requires_grad else value.view(sys.modules["torch"].int16)
+
+
+def _is_tensor(value: object) -> bool:
+    """Return whether `value` is a PyTorch tensor; PyTorch is not imported for this."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 class _Export:

@@ -344,6 +344,11 @@ def test_tensors_of_pytorch():
                 (torch.ones(3, dtype=torch.bfloat16, requires_grad=True), "require gradient"),
                 (torch.eye(3).to_sparse(), "layout other than torch.strided"),
                 (torch.ones(3, device="meta"), "meta"),
+                # PyTorch's own export gives the wrong sign
+                (
+                    torch.ones(2, dtype=torch.complex64).conj().imag,
+                    "wrong sign; pass x.resolve_neg",
+                ),
             ]:
                 for arguments in ({"x": bad}, {"x": np.ones(3), "out": bad}):
                     with pytest.raises(DtypeError, match=rf"^all_reduce: .*{message}") as told:
