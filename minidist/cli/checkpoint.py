@@ -5,6 +5,7 @@ minidist checkpoint runs/one                                      # all checkpoi
                                                                   # or name one
 minidist checkpoint runs/one --export model.safetensors           # the newest one's weights, as
                                                                   # one file
+minidist checkpoint runs/one --export gpt2/model.safetensors --names gpt2
 minidist checkpoint runs/one --reshard dp=2,tp=2 --out runs/two   # the newest one, as four ranks
                                                                   # would write it
 """
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -22,6 +24,7 @@ from minidist.console import MOST_RANKS, exactly, fail, plural, size_text, write
 from minidist.errors import CheckpointError, ConfigError
 from minidist.files import check_writable
 from minidist.nn import GPTConfig
+from minidist.nn.published_weights import NAMES, write_published
 from minidist.parallel.hybrid.plan import ZERO_STAGES, Plan
 from minidist.parallel.state.manifest import (
     MANIFEST,
@@ -33,7 +36,7 @@ from minidist.parallel.state.manifest import (
 )
 from minidist.progress import progress
 from minidist.survive.reshard import reshard
-from minidist.survive.whole import read_whole, verify
+from minidist.survive.whole import config_of, read_whole, verify
 from minidist.terminal import Console
 
 
@@ -46,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--export",
         metavar="FILE",
         help="write the weights (of mixed precision the masters), whole, as a safetensors file",
+    )
+    parser.add_argument(
+        "--names",
+        choices=NAMES,
+        help="of --export: the names of a published model's weights, with config.json beside the "
+        "file, if this model computes the same (default: the names here)",
     )
     parser.add_argument(
         "--reshard",
@@ -70,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     """
     check_writable("--json", args.json)
     check_writable("--export", args.export)
+    if args.names and not args.export:
+        fail("--names: is for --export FILE; add it, or leave this out")
     plan = _plan(args)
     found = []
     folders = _folders(Path(args.run))
@@ -86,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         fail(f"{newest['folder']}: is damaged, so nothing is written; name an older checkpoint")
     if args.export:
         with progress(f"writing {args.export}"):
-            _export(Path(newest["folder"]), args.export)
+            _export(Path(newest["folder"]), args.export, args.names)
         console.print(f"{args.export}: the weights after step {newest['step']}", markup=False)
     if plan:
         target = step_folder(Path(args.out), newest["step"])
@@ -176,11 +187,20 @@ def _plan(args: argparse.Namespace) -> Plan | None:
     return plan
 
 
-def _export(folder: Path, file: str) -> None:
+def _export(folder: Path, file: str, names: str | None) -> None:
     try:
         weights = read_whole(folder)
     except CheckpointError as error:
         fail(str(error))
+    if names is not None:
+        config = config_of(folder, read_manifest(folder)["about"], map(np.size, weights.values()))
+        try:
+            write_published(file, names, config, weights)
+        except OSError as error:
+            fail(f"--export {file}: {error.strerror or error}")
+        except ConfigError as error:
+            fail(f"--names {names}: {error}")
+        return
     with written("--export", file) as draft:
         save_weights(draft, weights, read_manifest(folder)["about"]["config"])
 

@@ -1,25 +1,37 @@
 """`minidist sample RUN --prompt "…"`: write text from a run: its finished model, or its newest
-checkpoint, of any plan.
+checkpoint, of any plan; or from the weights of a published model.
 
 minidist sample runs/one --prompt "The " --tokens 200 --temperature 0.6
 minidist sample runs/one/step-000300                    # from that checkpoint
+minidist sample --weights model.safetensors --ids 464,2068,7586
+minidist sample --weights model.safetensors --tokenizer tokenizer.json --prompt "The "
 """
 
 import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from minidist.console import fail, not_negative, positive, seed_number, write_json
+from minidist.console import (
+    fail,
+    not_negative,
+    positive,
+    seed_number,
+    whole_number,
+    write_json,
+)
+from minidist.data.id_text import shown_ids
 from minidist.data.text import Text
+from minidist.data.tokenizer import Tokenizer
 from minidist.errors import CheckpointError, ConfigError
 from minidist.files import check_writable, open_regular
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPT
+from minidist.nn.published_weights import load_published
 from minidist.parallel.state.manifest import (
     MANIFEST,
     checkpoints,
@@ -39,7 +51,7 @@ class _FinishedRun(msgspec.Struct):
 
     losses: list[Any]
     config: dict[str, Any]
-    vocabulary: Annotated[str, msgspec.Meta(min_length=1)]
+    vocabulary: str  # the symbols; "" where the run learned ids
 
 
 class Writer(NamedTuple):
@@ -54,10 +66,37 @@ class Writer(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `minidist sample` to the parser."""
     parser.add_argument(
-        "run", metavar="RUN", help="a run folder of minidist train, or one of its checkpoints"
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="a run folder of minidist train, or one of its checkpoints",
     )
     parser.add_argument(
         "--prompt", metavar="TEXT", help="what the text begins with (default: a new line)"
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="FILE",
+        help="in place of RUN: a safetensors file with the names of GPT-2 or Llama, and config.json beside it",
+    )
+    parser.add_argument(
+        "--heads",
+        type=positive,
+        metavar="N",
+        help="with --weights: attention heads, if no config.json is there",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="with --weights, or a run that learned ids: tokenizer.json, to write text in place "
+        "of ids (needs the extra `tokenizer`)",
+    )
+    parser.add_argument(
+        "--ids",
+        type=token_ids,
+        metavar="I,J,…",
+        help="with --weights, or a run that learned ids: the ids that the text begins with, in "
+        "place of --prompt",
     )
     parser.add_argument(
         "--tokens", type=positive, default=200, metavar="N", help="symbols to add (default: 200)"
@@ -88,10 +127,21 @@ def run(args: argparse.Namespace) -> int:
     limit_blas_threads(1, 1)
     if args.prompt == "":
         fail("--prompt: needs at least one symbol; leave it out to begin with a new line")
+    if args.weights is not None:
+        return _sample_published(args)
+    if args.heads is not None:
+        fail("--heads: is for --weights FILE; add it, or leave this out")
+    if args.run is None:
+        fail("name a run folder of minidist train, or --weights FILE")
     try:
         writer = open_run(Path(args.run))
     except CheckpointError as error:
         fail(str(error))
+    if not writer.text.symbols:
+        return _continue_ids(args, writer.model, str(writer.source))
+    for option in ("tokenizer", "ids"):
+        if getattr(args, option) is not None:
+            fail(f"--{option}: this run learned symbols, not ids; leave the option out")
     symbols = writer.text.symbols
     prompt = args.prompt or ("\n" if "\n" in symbols else symbols[0])
     ids = writer.model.generate(
@@ -113,6 +163,73 @@ def run(args: argparse.Namespace) -> int:
             },
         )
     return 0
+
+
+def _sample_published(args: argparse.Namespace) -> int:
+    """Print the continuation by a published model. Returns: 0. Raises: ConfigError, DataError."""
+    if args.run is not None:
+        fail(f"{args.run}: a run folder and --weights exclude each other; leave one out")
+    _check_beginning(args)
+    return _continue_ids(args, load_published(args.weights, heads=args.heads), args.weights)
+
+
+def _check_beginning(args: argparse.Namespace) -> None:
+    """Raise ConfigError unless the options say how the ids begin."""
+    if (args.ids is None) == (args.prompt is None):
+        fail("give the beginning, by --ids I,J,… or by --prompt TEXT with --tokenizer")
+    if args.prompt is not None and args.tokenizer is None:
+        fail(
+            "--prompt: a model of ids needs --tokenizer tokenizer.json for text; or give --ids I,J,…"
+        )
+
+
+def _continue_ids(args: argparse.Namespace, model: GPT, source: str) -> int:
+    """Print the continuation by a model of ids: as text with a tokenizer, else as ids.
+
+    Returns: 0. Raises: ConfigError, DataError.
+    """
+    _check_beginning(args)
+    tokenizer = None if args.tokenizer is None else Tokenizer(args.tokenizer)
+    if tokenizer is not None and tokenizer.size > model.config.vocabulary:
+        fail(
+            f"--tokenizer {args.tokenizer}: has {tokenizer.size:,} ids, the model "
+            f"{model.config.vocabulary:,}; name the tokenizer of this model"
+        )
+    if args.ids is not None:
+        first = args.ids
+    else:
+        assert tokenizer is not None
+        first = tokenizer.encode(args.prompt).tolist()
+    if not first or max(first) >= model.config.vocabulary:
+        fail(
+            f"{'--prompt' if args.ids is None else '--ids'}: needs one id or more, each below "
+            f"{model.config.vocabulary:,}, the vocabulary of {source}"
+        )
+    ids = model.generate(first, args.tokens, temperature=args.temperature, seed=args.seed).tolist()
+    text = None if tokenizer is None else tokenizer.decode(ids)
+    sys.stdout.write((shown_ids(ids) if text is None else visible(text, keep="\n\t")) + "\n")
+    if args.json:
+        write_json(
+            args.json,
+            {
+                "source": source,
+                "prompt": args.prompt,
+                "text": text,
+                "ids": ids,
+                "tokens": args.tokens,
+                "temperature": args.temperature,
+                "seed": args.seed,
+            },
+        )
+    return 0
+
+
+def token_ids(text: str) -> list[int]:
+    """Return the ids in a text as "464,2068". Raises: ArgumentTypeError."""
+    try:
+        return [whole_number(0, 2**40)(word) for word in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"ids are whole numbers with commas: {error}") from None
 
 
 def open_run(place: Path) -> Writer:
@@ -184,7 +301,7 @@ def _writer(
 ) -> Writer:
     config = config_of(source, about, (array.size for array in weights.values()))
     symbols = about["vocabulary"]
-    if not 0 < len(symbols) <= config.vocabulary:
+    if len(symbols) > config.vocabulary:
         fail(
             f"{source}: {len(symbols)} symbols do not fit a model of {config.vocabulary}; name "
             "another checkpoint"

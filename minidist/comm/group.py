@@ -39,13 +39,15 @@ class Group(Members):
     attributes see Members.
 
     Args of all verbs: x and out are arrays of NumPy or CuPy of any dtype but object, contiguous or
-    not, x read-only or not, empty or without dims; numbers and nested lists count as arrays. `out`
+    not, x read-only or not, empty or without dims; numbers and nested lists count as arrays. Both
+    may be arrays of another library that exports DLPack, such as PyTorch's tensors, on the host or
+    (with CuPy) on a GPU: their memory is used in place, and such an `out` must be contiguous. `out`
     has the shape and dtype of the result. `algorithm` is "auto" or one of the names listed. `root`,
     `dst` and `src` are ranks in the group.
 
-    Returns of all verbs: `out`, or a new array without it: on the device of the rank's own
-    argument, without dims where the argument was a number (`float(result)` makes a number of it). A
-    `start_…` twin returns a Pending at once.
+    Returns of all verbs: `out` itself, or without it a new array of NumPy or CuPy: on the device of
+    the rank's own argument, without dims where the argument was a number (`float(result)` makes a
+    number of it). A `start_…` twin returns a Pending at once.
 
     Raises of all verbs: ConfigError (no such algorithm, op or rank: the message lists the valid
     ones), ShapeError and DtypeError (this rank's own arguments do not fit), and a CommError:

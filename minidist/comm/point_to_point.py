@@ -15,7 +15,7 @@ import numpy as np
 
 from minidist.comm import call_site
 from minidist.comm.calls.async_call import PendingMessage
-from minidist.comm.calls.buffers import OutputArray, argument, device_of
+from minidist.comm.calls.buffers import OutputArray, argument, device_of, from_caller
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import VIA_LANE, DeviceLane
 from minidist.comm.handle import Handle
@@ -46,6 +46,7 @@ class PointToPoint:
 
     def send(self, x: Any, dst: int) -> PendingMessage:
         """Start to send `x` to rank `dst`."""
+        x = from_caller("send", x)
         array = argument("send", x, self._way_of(x, dst))
         signature = self.signature("send", array.dtype, array.shape)
         record = self._record_send(signature, dst)
@@ -60,7 +61,7 @@ class PointToPoint:
 
     def recv(self, src: int, out: Any) -> PendingMessage:
         """Start to receive from rank `src`."""
-        incoming = Incoming(self, "recv", src, out)
+        incoming = Incoming(self, src, OutputArray("recv", out))
         record = self._record_recv(incoming.signature, src)
         return PendingMessage(
             incoming.signature,
@@ -72,12 +73,14 @@ class PointToPoint:
 
     def exchange(self, x: Any, dst: int, src: int, out: Any) -> PendingMessage:
         """Start to send `x` to `dst` and to receive from `src`."""
+        x = from_caller("exchange", x)
         array = argument("exchange", x, self._way_of(x, dst))
-        if isinstance(out, type(array)) and backend.array_module(array).may_share_memory(
-            array, out
+        result = OutputArray("exchange", out)
+        if isinstance(result.target, type(array)) and backend.array_module(array).may_share_memory(
+            array, result.target
         ):
             array = array.copy()  # the arriving message would overwrite the leaving one
-        incoming = Incoming(self, "exchange", src, out)
+        incoming = Incoming(self, src, result)
         received = self._record_recv(incoming.signature, src)
         # one call
         signature = incoming.signature._replace(dtype=dtype_code(array.dtype), shape=array.shape)
@@ -263,10 +266,12 @@ class Incoming(Handle):
     """A message to receive, and its result. As a handle it is complete when its header has arrived
     and, in a lane, its receive has been started."""
 
-    def __init__(self, messages: PointToPoint, verb: str, src: int, out: Any) -> None:
+    def __init__(self, messages: PointToPoint, src: int, result: OutputArray) -> None:
         self._messages = messages
         self._src = src
-        self._result = OutputArray(verb, out)
+        self._result = result
+        verb = result.verb
+        out = result.target
         self._device = device_of(out)
         self.signature = messages.signature(
             verb, *((None, None) if out is None else (out.dtype, out.shape))

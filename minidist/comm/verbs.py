@@ -21,6 +21,7 @@ from minidist.comm.calls.buffers import (
     as_array,
     check_lists,
     device_of,
+    from_caller,
     list_argument,
 )
 from minidist.comm.calls.call import Call
@@ -71,8 +72,10 @@ class Prepared(NamedTuple):
 def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str) -> Call:
     """Return the call of a broadcast or scatter."""
     root = group.rank_in("root", root)
+    x = from_caller(verb, x)
     place = _place_of_all(group, algorithm, x)
     result = OutputArray(verb, out, place.where, place.side)
+    out = result.target
     name, function = _choose(group, verb, algorithm, place.where if place.side is None else "cuda")
     array = None
     model = out if x is None and verb == "broadcast" else x  # of the root's dtype and shape
@@ -124,7 +127,7 @@ def reduced(
     """Return the call of a reduce or all_reduce; without a root every rank gets the result."""
     has_result = root is None or root == group.rank
     ready = _prepare(group, verb, x, out if has_result else None, algorithm, op)
-    array = ready.array if ready.result.out is None else apart(ready.array, ready.result.out)
+    array = ready.array if ready.result.out is None else apart(ready.array, ready.result.target)
     total = _flat(ready.result.array(array.shape, array.dtype)) if has_result else None
     work = partial(ready.function, x=_flat(array), out=total, op=ready.reduction)
     return Call(
@@ -154,7 +157,9 @@ def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) ->
         group,
         "reduce_scatter",
         ready.name,
-        partial(ready.function, x=apart(flat, out, mine), out=chunk, op=ready.reduction),
+        partial(
+            ready.function, x=apart(flat, ready.result.target, mine), out=chunk, op=ready.reduction
+        ),
         ready.result.deliver,
         op=op,
         dtype=array.dtype,
@@ -175,7 +180,7 @@ def gathered(
     function = ready.function if root is None else partial(ready.function, root=root)
 
     # The ranks' blocks may differ in length. All must agree on their sum, the length of `out`.
-    length = None if result.out is None or not result.out.ndim else result.out.shape[0]
+    length = None if result.out is None or not result.target.ndim else result.target.shape[0]
 
     def work(call: Call) -> None:
         rows = Rows(result, own, call.size) if has_result else None
@@ -199,13 +204,14 @@ def gathered(
 def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
     """Return the call of an all_to_all."""
     check_lists("all_to_all", x, out, group.size)
+    x = [from_caller("all_to_all", part) for part in x]
     place = _place(group, algorithm, *x)
     name, function = _choose(group, "all_to_all", algorithm, place.where)
-    parts = list_argument("all_to_all", x, out, place.where)
     outs = [None] * group.size if out is None else out
     results = [
         OutputArray("all_to_all", outs[rank], place.where, place.side) for rank in range(group.size)
     ]
+    parts = list_argument("all_to_all", x, [result.target for result in results], place.where)
 
     def deliver(received: list[np.ndarray], device: str | None) -> list[Any]:
         own = received[group.rank]
@@ -234,6 +240,8 @@ def _prepare(
 ) -> Prepared:
     """Return the prepared parts of a call to which each rank brings one array; `op`: a reduction,
     where all arrays have one length."""
+    if type(x) is not np.ndarray:  # saves a call for most arguments
+        x = from_caller(verb, x)
     place = _place(group, algorithm, x, op=op)
     array = argument(verb, x, place.where)
     # a reduction's result has the argument's shape, so its array is made now, not on the side

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,12 @@ class Text:
     train: np.ndarray  # int32, the first nine tenths
     validation: np.ndarray  # int32, the rest
     left_out: str = ""  # a sentence on the files of its folder that are not in it; "" if all are
+    unit: ClassVar[str] = "symbols"
+
+    @property
+    def different(self) -> int:
+        """The number of different symbols."""
+        return len(self.symbols)
 
     def encode(self, string: str) -> np.ndarray:
         """Return the ids of the characters of a string: int32. Raises: DataError for a character

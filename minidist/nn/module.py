@@ -176,7 +176,7 @@ class Module(ABC):
         for name, parameter in mine.items():
             parameter.name = parameter.name or name
             if isinstance(parameter, Weight) and not parameter.drawn:
-                parameter.data = np.array(arrays[name])
+                parameter.data = np.array(arrays[name], order="C")
             else:
                 parameter.data[...] = to_device(arrays[name], device_of(parameter.data))
 

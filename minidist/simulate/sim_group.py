@@ -63,6 +63,7 @@ class _Result:
 
     def __init__(self, out: Any, like: Any) -> None:
         self.out = out
+        self.target = out  # as OutputArray's, which Rows reads
         self._like = like
         self.whole = None
 

@@ -196,6 +196,15 @@ def test_a_part_outside_the_tensor(part: Any) -> None:
 # -------------------------------------------------------------------------------------------- state
 
 
+def test_a_transposed_array_is_loaded_in_order() -> None:
+    """Optimizers need contiguous weights, and PyTorch's are loaded as `weight.T`."""
+    model = Linear(3, 2, bias=False)
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    model.load_state_dict({"weight": array.T})
+    assert model.weight.data.flags.c_contiguous
+    assert np.array_equal(model.weight.data, array.T)
+
+
 def test_state_dict_round_trip() -> None:
     ours = Pair()
     theirs = Pair()

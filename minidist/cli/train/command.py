@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.cli.limits import keep_to_cores, limits_of, require_own_ranks
+from minidist.cli.train import from_published
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.attempts import by_itself, together
 from minidist.cli.train.axis_traffic import stage_layers
@@ -200,6 +201,8 @@ def train(
         lives.begin(trainer)
     elif settings.resume is not None:
         settings.resume.load(trainer)
+    else:
+        from_published.begin(args, trainer)
     if speaks and (lives is None or not lives.job.begun):
         announce(console, settings, trainer)
     if settings.resume is not None and (lives is None or not lives.job.begun):
@@ -384,15 +387,19 @@ def announce(console: Console, settings: Settings, trainer: Trainer) -> None:
     pattern = config.attention_pattern
     attention = "" if pattern is None else f", attention {shown_pattern(pattern)}"
     console.print(
-        f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} "
-        f"held out, {len(text.symbols)} different; {plural(config.layers, 'layer')}{split} of "
-        f"width {config.width}{attention}, {settings.args.batch} × {config.context} tokens a "
+        f"{text.source}: {len(text.train):,} {text.unit} to learn from, {len(text.validation):,} "
+        f"held out, {text.different} different; {plural(config.layers, 'layer')}{split} of "
+        f"width {config.width}{attention}, {settings.args.batch} × {settings.args.context} tokens a "
         f"step, {plural(world.size, 'rank')} over {world.transport.name}",
         markup=False,
         soft_wrap=True,
     )
     if text.left_out:
         console.print(f"left out of {text.source}: {text.left_out}", markup=False, soft_wrap=True)
+    if settings.resume is None and from_published.origin(settings.args) is not None:
+        console.print(
+            f"weights of {from_published.origin(settings.args)}", markup=False, soft_wrap=True
+        )
     if settings.resume is not None:
         console.print(
             f"going on from step {trainer.steps_done} of {settings.args.steps}, as "

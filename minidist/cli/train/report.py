@@ -76,9 +76,10 @@ def _print_what_next(console: Console, metrics: Metrics, folder: Path) -> None:
     saved = metrics["checkpoint"]
     quoted = shlex.quote(str(folder))
     lesson = lesson_of(metrics["plan"])
+    beginning = '--prompt "…"' if metrics["vocabulary"] else "--ids 1,2,3"
     for line in (
         f"see it all:  minidist report {quoted}  (one HTML page)",
-        f'write text:  minidist sample {quoted} --prompt "…"',
+        f"write text:  minidist sample {quoted} {beginning}",
         f"how it works:  minidist lesson {lesson}  (what moved in these steps, and why)",
     ):
         console.print(line, markup=False, soft_wrap=True)

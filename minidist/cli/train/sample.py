@@ -5,6 +5,8 @@ from minidist.nn import GPT
 
 BEGUN = 32  # symbols of a line that the model is given
 WRITTEN = 130  # symbols that the model adds
+BEGUN_IDS = 8
+WRITTEN_IDS = 32
 MARK = "▸"  # stands between the two
 TEMPERATURE = 0.6
 
@@ -12,9 +14,16 @@ TEMPERATURE = 0.6
 def sample(model: GPT, text: Text, *, seed: int, count: int = 3) -> str:
     """Return `count` beginnings of held-out lines, each with MARK and the model's continuation."""
     pieces = []
-    for i, begun in enumerate(beginnings(text, count)):
-        ids = model.generate(text.encode(begun), WRITTEN, temperature=TEMPERATURE, seed=seed + i)
-        pieces.append(begun.strip("\n") + MARK + text.decode(ids[len(begun) :]).rstrip())
+    if not text.symbols:  # ids: some of the held-out ones, and what follows
+        for i in range(count):
+            first = len(text.validation) * (2 * i + 1) // (2 * count)
+            begun = text.validation[first : first + BEGUN_IDS]
+            ids = model.generate(begun, WRITTEN_IDS, temperature=TEMPERATURE, seed=seed + i)
+            pieces.append(f"{text.decode(begun)} {MARK} {text.decode(ids[len(begun) :])}")
+        return "\n\n".join(pieces)
+    for i, line in enumerate(beginnings(text, count)):
+        ids = model.generate(text.encode(line), WRITTEN, temperature=TEMPERATURE, seed=seed + i)
+        pieces.append(line.strip("\n") + MARK + text.decode(ids[len(line) :]).rstrip())
     return "\n\n".join(pieces)
 
 

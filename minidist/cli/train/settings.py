@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from minidist.cli.train.from_published import load_data, origin, published_config
 from minidist.cli.train.rate import check_rate, lr_options, warmup_steps
 from minidist.cli.train.resume import (
     OF_AN_ELASTIC_JOB,
@@ -262,23 +263,14 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
         )
     if args.server_device != "same":
         module_for(args.server_device)
-    data = text.load(args.data)
+    data = load_data(args)
     if resume is not None:
         resume.require_text(data)
+    if origin(args) is not None:
+        config = published_config(args, resume)
     data.check(context=args.context, vocabulary=args.vocab)
-    config = GPTConfig(
-        vocabulary=args.vocab or len(data.symbols),
-        context=args.context,
-        layers=args.layers,
-        width=args.width,
-        heads=args.heads,
-        positions=args.positions,
-        tied=args.tied,
-        dropout=args.dropout,
-        dtype=args.dtype,
-        mixture=mixture_of(args, resume),
-        attention_pattern=args.attention_pattern,
-    )
+    if origin(args) is None:
+        config = model_config(args, data, resume)
     check_batch(args)
     chosen(args.checkpoint_blocks, args.layers)
     check_dtype(args.precision, args.dtype)
@@ -295,6 +287,23 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     out = out_folder(args.out, resume) if begins else Path(args.out)
     check_writable("--json", args.json)
     return Settings(args, data, config, out, resume)
+
+
+def model_config(args: argparse.Namespace, data: text.Text, resume: Resumption | None) -> GPTConfig:
+    """Return the config that the options describe. Raises: ConfigError."""
+    return GPTConfig(
+        vocabulary=args.vocab or len(data.symbols),
+        context=args.context,
+        layers=args.layers,
+        width=args.width,
+        heads=args.heads,
+        positions=args.positions,
+        tied=args.tied,
+        dropout=args.dropout,
+        dtype=args.dtype,
+        mixture=mixture_of(args, resume),
+        attention_pattern=args.attention_pattern,
+    )
 
 
 def check_batch(args: argparse.Namespace) -> None:

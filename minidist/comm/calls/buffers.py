@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.calls.dlpack import is_foreign, shared
 from minidist.comm.device_lane import SideStream
 from minidist.comm.signature import dtype_code
 from minidist.device import account, backend
@@ -20,6 +21,14 @@ Place = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 PlaceOf = Callable[[int], Place]
 """`place(rank)` -> the Place of the block from `rank`."""
+
+
+def from_caller(verb: str, x: Any) -> Any:
+    """Return the array on the memory of `x` if `x` is an array of another library, else `x`.
+
+    Raises: as dlpack.shared.
+    """
+    return shared(verb, "x", x) if type(x) is not np.ndarray and is_foreign(x) else x
 
 
 def argument(verb: str, x: Any, device: str = "cpu") -> np.ndarray:
@@ -167,7 +176,8 @@ class OutputArray:
         array = result.array(shape, dtype)      # contiguous, on `device`: for the algorithm to fill
         return result.deliver(None, "cpu")      # out, or the new array, on the requested device
 
-    Attributes: out     the caller's; `target` is `out` viewed as a plain array, not a subclass
+    Attributes: out     the caller's
+                target  the memory of `out` as a plain array, not a subclass or another library's
                 device  the device on which the algorithm works
                 side    the stream of the algorithm, if the array is allocated inside its work; else
                         None
@@ -186,6 +196,8 @@ class OutputArray:
             type(out) is np.ndarray and out.flags.c_contiguous and out.flags.writeable
         ):
             return
+        if is_foreign(out):
+            self.target = out = self._shared(out)
         if not backend.is_array(out) or isinstance(out, np.ma.MaskedArray):
             raise DtypeError(f"{verb}: out= must be an array, not {type(out).__name__}")
         if not isinstance(out, np.ndarray):
@@ -199,6 +211,18 @@ class OutputArray:
                 "memory"
             )
         self.target = out.view(np.ndarray)
+
+    def _shared(self, out: Any) -> Any:
+        """Return the array on the memory of another library's `out`, which must be contiguous: it is
+        written in place."""
+        array = shared(self.verb, "out=", out)
+        if not array.flags.c_contiguous:
+            raise ShapeError(
+                f"{self.verb}: out= is a {type(out).__name__} that is not contiguous (shape "
+                f"{array.shape}, strides {array.strides} in bytes); pass a contiguous one, and copy "
+                "it"
+            )
+        return array
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return the array to fill: `out` if it is contiguous and on the algorithm's device.
@@ -248,7 +272,7 @@ class Rows:
         self._own = own
         self.whole: np.ndarray | None = None
         shape = (size * len(own), *own.shape[1:])
-        if result.out is None or result.out.shape == shape:
+        if result.out is None or result.target.shape == shape:
             self.whole = result.array(shape, own.dtype)
 
     def put_own(self, rank: int) -> np.ndarray:

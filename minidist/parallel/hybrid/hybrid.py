@@ -33,7 +33,7 @@ from minidist.device.account import MemoryAccount
 from minidist.device.account import current as current_account
 from minidist.device.allocator import tune_allocator
 from minidist.device.backend import Array
-from minidist.errors import ConfigError, ShapeError
+from minidist.errors import CheckpointError, ConfigError, ShapeError
 from minidist.nn import DropoutKey, GPTConfig
 from minidist.optim import LR_SCHEDULES, SGD, Adam, AdamW, LearningRate, Optimizer, RMSProp
 from minidist.parallel.experts.expert_load import ExpertLoad
@@ -48,6 +48,7 @@ from minidist.parallel.state import checkpoint
 from minidist.parallel.state.manifest import require_told
 from minidist.parallel.state.save_async import AsyncSaver, PendingSave
 from minidist.parallel.state.state_exchange import restore, take_snapshot
+from minidist.parallel.state.state_map import require_together, set_weights
 from minidist.parallel.step.flat import untrained
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -359,6 +360,22 @@ class Trainer:
         self.steps_done = self.steps_before = about["steps_done"]
         self.seed = about["seed"]
         return about
+
+    def set_weights(self, read: Callable[[str], np.ndarray]) -> None:
+        """Begin with these weights in place of drawn ones. Every rank calls it, before the first
+        step.
+
+        Args:    read: read(name) -> the whole weight of that dotted path, as state_dict() names
+                 them, in the shape and dtype of the masters. Each rank asks for those of which it
+                 has a part.
+        Raises:  CheckpointError for asynchronous servers and for local steps; MismatchError if
+                 ranks read different weights.
+        """
+        require_together(self.strategy)
+        if self.strategy.diverged is not None:
+            raise CheckpointError("set_weights: ranks with local steps have weights of their own")
+        set_weights(self.strategy, self.optimizer, read)
+        self.strategy.check_replicas(self.world, when="after set_weights")
 
     def change_plan(self, plan: Plan) -> None:
         """Continue under another plan with the same number of ranks, between two steps; model and

@@ -155,7 +155,7 @@ class _RunTold(msgspec.Struct):
     options: dict[str, None | bool | Whole | Finite | str]
     metrics: _MetricsTold
     data: _DataTold
-    vocabulary: Annotated[str, Meta(min_length=1)]
+    vocabulary: str  # the symbols; "" where the run learned ids
 
 
 class _ManifestTold(msgspec.Struct):

@@ -16,14 +16,14 @@ stripe (start, length, step, count): [0, 3, 6, 4].
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.comm.health.failure import say_line
-from minidist.device.backend import Array, array_module
+from minidist.device.backend import Array, array_module, device_of, to_device
 from minidist.errors import CheckpointError
 from minidist.nn.weight_shard import WeightShard
 from minidist.nn.weights import positions_of
@@ -162,6 +162,23 @@ def state_arrays(
             entry.array[...] += owed
         else:
             yield entry.array
+
+
+def set_weights(
+    strategy: Strategy, optimizer: Optimizer, read: Callable[[str], np.ndarray]
+) -> None:
+    """Write whole weights into this rank's parts, before the first step; each rank reads all that it
+    has a part of.
+
+    Args:    read: read(name) -> the whole tensor of that dotted path, in the dtype of the masters.
+    """
+    arrays = state_arrays(strategy, optimizer, changes=True)
+    for place, array in zip(state_places(strategy, optimizer), arrays, strict=True):
+        if place.kind == WEIGHT:
+            whole = read(place.name).reshape(-1)
+            part = np.concatenate([whole[:0], *(whole[start:stop] for start, stop in place.runs)])
+            array[...] = to_device(part, device_of(array))
+    strategy.state_replaced()
 
 
 def _in_common(strategy: Strategy) -> Iterator[tuple[str, str, Array]]:

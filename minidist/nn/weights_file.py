@@ -1,0 +1,108 @@
+"""A safetensors file of another program: its arrays by name, read from the disk when they are used.
+
+    file = WeightsFile("model.safetensors")
+    file.shapes["wte.weight"]        # of every array, from the head of the file
+    file.read("wte.weight")          # a copy, in the dtype of the file
+
+The format: 8 bytes with the length of a JSON object, the object with name, dtype, shape and place
+of each array, then the arrays. The package safetensors reads no bfloat16 into NumPy.
+"""
+
+import os
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from minidist.device.backend import dtype
+from minidist.errors import ConfigError, DataError
+from minidist.files import open_regular
+from minidist.reading import Count, convert, decoded
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_MOST_HEAD = 100_000_000  # bytes, the limit of the format
+
+
+class _Entry(msgspec.Struct):
+    """An array, as the head of a file describes it."""
+
+    dtype: str
+    shape: Annotated[list[Count], msgspec.Meta(max_length=16)]
+    data_offsets: tuple[Count, Count]
+
+
+class WeightsFile:
+    """The arrays of a safetensors file.
+
+    Attributes: path; shapes: {name: shape}, in the order of the file.
+    Raises:  DataError, one line, if the file cannot be read or is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            with open(open_regular(self.path), "rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                size = os.fstat(stream.fileno()).st_size
+                if not 2 <= length <= min(_MOST_HEAD, size - 8):
+                    raise DataError(f"{self.path}: is no safetensors file, or is cut off")
+                head = stream.read(length)
+        except OSError as error:
+            raise DataError(f"{self.path}: {error.strerror or error}") from error
+        self._start = 8 + length
+        try:
+            about = decoded(head)
+            if not isinstance(about, dict):
+                raise ValueError("its head is no JSON object")
+            about.pop("__metadata__", None)
+            self._entries = {name: convert(entry, _Entry) for name, entry in about.items()}
+        except (ConfigError, ValueError) as error:  # msgspec.ValidationError too
+            raise DataError(f"{self.path}: is no safetensors file: {error}") from error
+        for name, entry in self._entries.items():
+            self._check(name, entry, size - self._start)
+        self.shapes = {name: tuple(entry.shape) for name, entry in self._entries.items()}
+
+    def _check(self, name: str, entry: _Entry, room: int) -> None:
+        if entry.dtype not in _DTYPES:
+            raise DataError(
+                f"{self.path}: {name} has dtype {entry.dtype}; convert it to one of "
+                f"{', '.join(_DTYPES)}"
+            )
+        begin, end = entry.data_offsets
+        if end - begin != prod(entry.shape) * self.dtype_of(name).itemsize or end > room:
+            raise DataError(f"{self.path}: {name} is not whole; the file is damaged or cut off")
+
+    def dtype_of(self, name: str) -> np.dtype:
+        """Return the dtype of an array."""
+        return dtype(_DTYPES[self._entries[name].dtype])
+
+    def has(self, kind: str) -> bool:
+        """Return whether an array has this dtype."""
+        return any(_DTYPES[entry.dtype] == kind for entry in self._entries.values())
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a copy of an array. Raises: DataError if it cannot be read."""
+        entry = self._entries[name]
+        array = np.empty(self.shapes[name], self.dtype_of(name))
+        try:
+            with open(open_regular(self.path), "rb") as stream:
+                stream.seek(self._start + entry.data_offsets[0])
+                count = stream.readinto(array.reshape(-1).view(np.uint8).data)
+        except OSError as error:
+            raise DataError(f"{self.path}: {error.strerror or error}") from error
+        if count != array.nbytes:
+            raise DataError(f"{self.path}: {name} is not whole; the file is damaged or cut off")
+        return array
