@@ -61,7 +61,7 @@ def _arguments(function: Callable[..., Any]) -> str:
     return str(inspect.Signature(told))
 
 
-class Shown:
+class ObjectDefault:
     """A default that is an object, by the name of its class: its address differs by run."""
 
     def __init__(self, default: Any) -> None:
@@ -73,7 +73,7 @@ class Shown:
 
 def _shown(default: Any) -> Any:
     """Return a default whose repr is the same in every run."""
-    return Shown(default) if " at 0x" in repr(default) else default
+    return ObjectDefault(default) if " at 0x" in repr(default) else default
 
 
 def _doc(thing: object) -> str:
