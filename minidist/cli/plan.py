@@ -7,8 +7,8 @@ and why.
     minidist plan --here -n 4 --layers 8 --width 256 --heads 4 --sequence 128 --vocab 512 \\
         --batch 16 --run 3
 
-Plans are ranked by formulas with the constants of `minidist simulate`; --confirm also simulates the
-best ones.
+Plans are ranked by formulas with the constants of `minidist simulate`. By default about three of
+the best are also simulated; --confirm sets their number.
 """
 
 import argparse

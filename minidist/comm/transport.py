@@ -6,6 +6,8 @@
                                                                     # the array to fill
     handle.wait()
 
+Of tcp, shm and mpi these functions are StreamTransport's (transports/progress/stream.py), and
+wait() is Operation's (transports/progress/engine.py). transports/__init__.py lists all transports.
 A new transport is one short file that keeps the promises below, plus its name in
 launch/transports.py and in tests/comm/test_conformance.py, which tests the promises.
 

@@ -42,7 +42,11 @@ class CallColumns:
 
     def inner(self) -> dict[str, np.ndarray]:
         """Return the seconds of a layer and of the ends (embedding, output, loss): kernels, and
-        waits for tp, cp and ep."""
+        waits for tp, cp and ep.
+
+        Keys: kernels are "forward" and "backward" of a layer, and "ends"; waits are "forward tp",
+        "backward tp", "ends tp", and the same for cp and ep.
+        """
         groups, layout = self._groups()
         known: dict[Groups, int] = {}
         inside = [

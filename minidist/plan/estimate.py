@@ -2,12 +2,13 @@
 chapters' formulas.
 
 A step of a rank of the slowest stage, with L layers, m microbatches, p stages (times of cells.py
-and layouts.py):
+and layouts.py, as columns of call_columns.py):
 
     compute    m · (L · layer + ends)         the rank's own kernels; gradients added up over
                                               microbatches
     recompute  m · L · a layer's forward
-    tp cp ep   m · L · the wait of a layer for the axis
+    tp cp ep   m · (L · the waits of a layer for the axis + the waits of the ends); with
+               recomputation a layer's forward waits twice
     update     the optimizer's pass
     bubble     of a microbatch's forward F, backward for the input I and for the weights W, each with
                its waits for tp, cp, ep, and dp:
@@ -55,7 +56,8 @@ from minidist.simulate.cluster import Cluster
 from minidist.simulate.rates import Rates
 
 TERMS = ("compute", "recompute", "update", "bubble", "tp", "cp", "ep", "pp", "dp", "offload")
-# share of the device's memory that an estimate may fill: it can be 6 % too low; the replay is exact
+# share of the device's memory that an estimate may fill: 5 % is left because estimates can be too
+# low; the replay is exact
 MEMORY_SHARE = 0.95
 
 

@@ -1,7 +1,13 @@
 """Chapter 24 · The best plan: enumerate, estimate, rank, and let the replay confirm the best few.
 
-All plans are ranked by the formulas of estimate.py. The replay (md.simulate) then runs the best few:
-their times take the place of the estimates, and a plan that does not fit there loses its place.
+1  candidates.py   every plan as a row of numbers; Estimator.may_fit drops plans whose state is too
+                   large
+2  estimate.py     seconds and memory of all rows, by formulas: kernels and waits of a layer are
+                   from cells.py, seconds of calls from layouts.py, both as columns from
+                   call_columns.py
+3  plan_for        plans that fit, sorted
+4  _confirmed      the replay (md.simulate) runs the best few: their times take the place of the
+                   estimates, and a plan that does not fit there loses its place
 
     found = plan_for(config, "a100-80g:64x8", batch=1536, confirm=None)
     found.best.plan, found.best.order, found.best.step_seconds

@@ -8,7 +8,7 @@ one clock.
 2  one_rank.py   one rank of each role runs two steps alone, by the very modules that train, on
                  arrays without data; the first step has few rows and makes the optimizer's state,
                  only the second is reported
-3  rates.py      seconds of kernels
+3  rates.py      seconds of kernels; busy_times.py keeps them for each segment of a role's trace
    library.py    seconds of collectives on GPUs and TPUs: a model of NCCL and of XLA's
    walk.py       seconds of all other calls; its call_cost chooses between the two
 4  replay.py     all ranks' events on one clock

@@ -26,7 +26,7 @@ class Kernel(NamedTuple):
 
 
 Segment = tuple[tuple[Kernel, int], ...]
-"""What lies between two calls: each kernel, and how often it runs."""
+"""The kernels between two calls, moves, waits or spans, each with how often it runs."""
 
 
 @dataclass

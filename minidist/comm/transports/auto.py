@@ -38,7 +38,6 @@ def connect(
     Args:    host: the address to listen at: this host's own, as seen by the other ranks; node: this
              rank's node; kind: "tcp" shares no memory, "shm" connects ranks of one host only,
              whatever their nodes.
-             nodes.
     Raises:  PeerLostError, HandshakeError, TimeoutError: see full_mesh.connect; CommError if shm
              finds several hosts.
     """

@@ -1,8 +1,9 @@
 """Ranks as processes that communicate only over TCP, on one host or several: nothing to install.
 
-One connection between every two ranks, made at the start (full_mesh.py). plain_tcp.py does the same
-without an engine. Here no operation blocks on a socket. A message is sent by one `sendmsg` of
-header and payload. The receiver takes
+One connection between every two ranks, made at the start (full_mesh.py). start_send and start_recv
+are in progress/stream.py; a TcpLink only moves their bytes. plain_tcp.py does the same without an
+engine. Here no operation blocks on a socket. A message is sent by one `sendmsg` of header and
+payload. The receiver takes
 
     small messages    with their header in one recv, into the buffer, and copies them from there
     copies            straight into their array

@@ -135,7 +135,9 @@ def plain_hybrid(
 #   part_of    0  this rank's rows, by its coordinates on dp and ep
 #   run           once for each pass:
 #     with pp     1.1 to 1.3 and 2.1: Pipeline.run splits the rows into microbatches, and Executor
-#                 runs the schedule. A stage's backward is the data axis's, never as the `last`
+#                 runs the schedule; StagePass (pipeline/stages.py) computes each forward and
+#                 backward, on TokenStages (token_stages.py). A stage's backward is the data
+#                 axis's, never as the `last`
 #     without     forward, then backward of the data axis; the `last` starts the sums (2.2)
 #   finish_step   2.2: with pp, DDP and ZeRO-1 start their sums here and wait for them
 #                 (DataAxis.finish_step: a last backward of nothing); ZeRO-2 and 3 have reduced in

@@ -95,8 +95,9 @@ def plain_zero1(
 #                then waits for the sums, each in this rank's chunk of its bucket: _take_sums
 #   finish_step  nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums (several
 #                copies: chapter 16; offload: chapter 20)
-#   conclude     all-gathers the loss; with `clip` also the squares of the norm
-#   update       changes this rank's chunks, then starts an all-gather per bucket (replica.py)
+#   conclude     all-gathers the loss, then calls update
+#   update       with `clip` all-gathers the squares of the norm (ZeroAxis.squares); changes this
+#                rank's chunks; starts an all-gather per bucket (ShardedReplica.update, replica.py)
 
 
 class Zero1(ShardedReplica):

@@ -8,6 +8,10 @@ on it, and frames are matched with receives:
                               +--------------> link ---------------+
                                                                    +--> unexpected[tag]  no receive yet: buffered
 
+From a receive's wait() to its end: Engine.drive -> _lead (engine.py) -> _pass -> _pull ->
+Frame.take (message.py) -> the link's read_into, or its piece and then the receive's reduce ->
+_settle -> Engine.finish.
+
 A header is read only while this rank waits for a message of that peer. So a message that arrives
 early stays in the link (in the kernel's buffers, in the ring), and a sender that is far ahead must
 wait. A message is buffered only if it precedes a message that has a receive, and only within
