@@ -87,7 +87,7 @@ def ring_table(chunks: list[list[int]]) -> Table:
     size = len(chunks)
     holds = [[{rank} for _ in range(size)] for rank in range(size)]  # of rank, chunk
     table = Table(
-        "step", *(Column(f"{rank} → {(rank + 1) % size}") for rank in range(size)), "each rank"
+        "step", *(Column(f"{rank} to {(rank + 1) % size}") for rank in range(size)), "each rank"
     )
     for step in range(2 * (size - 1)):
         adds = step < size - 1
@@ -108,10 +108,10 @@ def show_ring(console: Console) -> bool:
     """Run a ring all-reduce between processes over TCP and draw its messages."""
     _title(console, f"1  a ring: {RING} processes add their arrays, and no rank is in the middle")
     console.print(
-        "      0 ──▶ 1\n"
-        "      ▲     │      each rank has 4 chunks A B C D\n"
-        "      │     ▼      and sends to its right neighbour only\n"
-        "      3 ◀── 2",
+        "      0 --> 1\n"
+        "      ^     |      each rank has 4 chunks A B C D\n"
+        "      |     v      and sends to its right neighbour only\n"
+        "      3 <-- 2",
         markup=False,
     )
     sent, nbytes, right = zip(
@@ -123,7 +123,7 @@ def show_ring(console: Console) -> bool:
     counted = [sum(each) for each in nbytes]
     console.print(
         f"bytes sent by each rank, as counted: {', '.join(map(str, counted))}; by the formula "
-        f"2(P-1)/P × {whole}: {exactly(formula)}",
+        f"2(P-1)/P x {whole}: {exactly(formula)}",
         markup=False,
         soft_wrap=True,
     )

@@ -12,7 +12,7 @@ from minidist.cli import demo, main
 def test_the_tour_ends_well(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["demo"]) == 0
     printed = capfd.readouterr().out
-    assert "720, 720, 720, 720; by the formula 2(P-1)/P × 480: 720" in printed
+    assert "720, 720, 720, 720; by the formula 2(P-1)/P x 480: 720" in printed
     assert "PeerLostError: rank 2 (process " in printed and "SIGKILL" in printed
     assert "largest difference of a weight after 30 steps" in printed
     assert printed.rstrip().splitlines()[-1].startswith("minidist doctor")
