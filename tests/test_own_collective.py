@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from documents import Command, File, parts
 from imports import ROOT
 
@@ -17,6 +18,7 @@ def shown(line, printed):
     return re.search(wanted, printed) is not None
 
 
+@pytest.mark.soak  # tests/testing/test_checker.py finds such bugs in the default run
 def test_the_page_writes_a_collective_and_finds_its_planted_bug(tmp_path):
     found = parts(PAGE.read_text(encoding="utf-8"))
     ran = []

@@ -29,7 +29,7 @@ def ends(group):
 # ----------------------------------------------------------------------------- right collectives
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("verb", "algorithm"), PAIRS)
 def test_every_algorithm_of_the_library_is_right(verb, algorithm):
     """Without buffers; tests/comm/test_conformance.py has them over the other transports."""
@@ -113,6 +113,7 @@ OWN = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("verb", VERBS)
 def test_right_collectives_by_send_and_recv_pass(verb):
     ops = ("sum", "max") if verb == "reduce" else ("sum",)
@@ -377,6 +378,7 @@ def barrier_of_neighbours(group):
         group.exchange(np.empty(0), **ends(group))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bug_is_found_and_told(name, monkeypatch):
     monkeypatch.setattr(checker, "SHRINKING", 1.0)
