@@ -22,6 +22,7 @@ from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.activation_budget import MEASURED
 from minidist.parallel.memory.activations import checkpoint_blocks, ways_of
 from minidist.parallel.memory.kept_inputs import GROUP, InputKeeper
+from minidist.parallel.step.step import rows_of
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "19")
 STEPS = 2
@@ -51,7 +52,7 @@ def step_with(group: Group, kept: str, tp: int) -> dict[str, Any]:
     trainer.close()
     inputs = STEPS * config.layers
     sent = group.ledger.sent_bytes("step").get("tp", {}).get("all_gather", 0) - before
-    whole = lab.BATCH // (group.size // tp) * config.context * config.width * 4
+    whole = rows_of_rank_0(group, tp) * config.context * config.width * 4
     here = record["kept_bytes"] // inputs if record else whole
     moved = record["moved_bytes"].get("host to device", 0) // inputs if record else 0
     return {
@@ -62,6 +63,11 @@ def step_with(group: Group, kept: str, tp: int) -> dict[str, Any]:
         "loss": loss,
         "digest": digest,
     }
+
+
+def rows_of_rank_0(group: Group, tp: int) -> int:
+    """Return the number of sequences of rank 0, where dp divides the batch."""
+    return rows_of(lab.BATCH, size=group.size // tp, rank=0)[0]
 
 
 def shared_bytes(numbers: int, ways: Sequence[str], tp: int) -> tuple[int, int]:
@@ -89,7 +95,7 @@ def inputs_left(group: Group, page: Page) -> None:
     ]
     found = [step_with(group, kept, tp) for kept in kinds]
     rows = []
-    numbers = lab.BATCH // (group.size // tp) * lab.CONFIG.context * lab.CONFIG.width
+    numbers = rows_of_rank_0(group, tp) * lab.CONFIG.context * lab.CONFIG.width
     for each in found:
         ways = ways_of(each["kept"])
         own, sent = shared_bytes(numbers, ways, tp if "shard" in ways else 1)
