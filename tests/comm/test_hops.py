@@ -89,7 +89,8 @@ def entered_before_sendmsg(call):
 
 def functions_of_a_call(world):
     """Return the functions that this rank enters before the first message of an all_reduce, by
-    name; of the third call on the fewest: at times the helper thread is to be woken, too."""
+    name; of the third call on the fewest. To wake the helper thread is left out: whether it sleeps
+    depends on the machine's load."""
     calls = []
     for _ in range(30):  # the first two fill what is remembered of a call
         calls.append(
@@ -99,6 +100,7 @@ def functions_of_a_call(world):
         f"{Path(code.co_filename).relative_to(PACKAGE).as_posix()}:{code.co_firstlineno} "
         f"{code.co_name}"
         for code in min(calls[2:], key=len)
+        if code.co_name != "_call_helper"
     ]
 
 
