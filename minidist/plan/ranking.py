@@ -88,7 +88,7 @@ class Choice:
 
     @property
     def known_by(self) -> str:
-        """What known_seconds and known_total come from: "replayed" or "estimated"."""
+        """Return the source of known_seconds and known_total: "replayed" or "estimated"."""
         return "replayed" if self.confirmed else "estimated"
 
     @property

@@ -16,10 +16,9 @@ import numpy as np
 
 from minidist.errors import ConfigError
 from minidist.launch.own_python import module_command
-from minidist.plan.ranking import Choice, Ranking, model_words, plan_words
+from minidist.plan.ranking import Choice, Ranking, model_words, plan_words, replayed
 from minidist.progress import SILENT, Progress
 from minidist.simulate.rates import Rates
-from minidist.simulate.simulate import simulate
 
 ROUNDS = 4
 STEPS = 12
@@ -93,16 +92,10 @@ def try_plans(
 def _replayed(ranking: Ranking, choice: Choice, optimizer: str, rates: Rates | None) -> float:
     """Return the seconds of a step by the replay; the fast path is too short if ranks share
     cores."""
-    found = choice.confirmed or simulate(
-        choice.plan,
-        ranking.config,
-        ranking.cluster,
-        batch=ranking.batch,
-        order=choice.order,
-        rates=rates,
-        optimizer=optimizer,
-    )
-    return found.step_seconds
+    if choice.confirmed is None:
+        choice = replayed(choice, ranking, rates=rates, optimizer=optimizer)
+    assert choice.confirmed is not None
+    return choice.confirmed.step_seconds
 
 
 def _random(ranking: Ranking, first: int) -> Choice:

@@ -151,8 +151,8 @@ class SymmetricProgram:
         size = self.size
         count = len(each.messages)
         ranks = np.arange(size, dtype=np.int64)
-        columns = np.array(each.messages, np.int64).reshape(count, len(_Message._fields))
-        ahead, nbytes, adds, meets = np.repeat(columns, size, axis=0).T
+        table = np.array(each.messages, np.int64).reshape(count, len(_Message._fields))
+        columns = dict(zip(_Message._fields, np.repeat(table, size, axis=0).T, strict=True))
         src = np.tile(ranks, count)
         kind = np.array([*(kind for kind, _ in each.ops), END], np.int8)
         arg = np.zeros((size, len(kind)), np.int64)
@@ -167,10 +167,10 @@ class SymmetricProgram:
             self.verb,
             size,
             src,
-            (src + ahead) % size,
-            nbytes,
-            adds != 0,
-            meets != 0,
+            (src + columns["ahead"]) % size,
+            columns["nbytes"],
+            columns["adds"] != 0,
+            columns["meets"] != 0,
             self.crowded,
             np.broadcast_to(kind, arg.shape),
             arg,
@@ -178,7 +178,7 @@ class SymmetricProgram:
 
 
 class _Message(NamedTuple):
-    """One message from each rank, to the rank so far ahead."""
+    """A message from each rank to the rank `ahead` places further."""
 
     ahead: int
     nbytes: int
