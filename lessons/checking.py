@@ -1,4 +1,4 @@
-"""What the checks of lessons measure alike: ranks that do not fit together, and arrays beside the
+"""Measures that several checks share: ranks that do not fit together, and arrays compared with the
 answer key's.
 
     ranks = on_ranks(_train, exercise, size=3, task="3 steps", advice="every rank calls the same")

@@ -130,7 +130,7 @@ class Grade:
 
 
 class Mistake(NamedTuple):
-    """How a known mistake is recognised, with advice of its own in place of the task's."""
+    """A known mistake: the value that shows it, and its own advice instead of the task's."""
 
     by: Any  # what it gives, in a table of Known; whether the answer shows it, in a table of Signs
     advice: str

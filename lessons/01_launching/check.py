@@ -124,7 +124,7 @@ def _library(environ: dict[str, str]) -> tuple[int, int, int, int]:
 
 
 def _signs(launcher: str, name: str, measured: Any, environ: dict[str, str]) -> Signs:
-    """What one wrong number of an identity shows."""
+    """Return the mistakes that one wrong number of an identity can show."""
     local = {
         "torchrun": "LOCAL_RANK",
         "mpirun (Open MPI)": "OMPI_COMM_WORLD_LOCAL_RANK",

@@ -72,7 +72,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 def _on_ranks(
     task: str, links: dict[int, Link], size: int, work: Callable[..., Any], *args: Any
 ) -> list[Any]:
-    """What each rank's `work` returns. Raises: TaskFailed if the ranks never return."""
+    """Return the result of `work` on each rank. Raises: TaskFailed if the ranks never return."""
     links.clear()
     try:
         return run(work, *args, links, size=size, transport="threads-unbuffered", limit=LIMIT)

@@ -56,7 +56,7 @@ FAULTS = {
         "none in finish()",
         "{found} on rank {rank}",
         "started when backward was over",
-        "so nothing overlaps with it: start a bucket when its last gradient has come: "
+        "so nothing overlaps with it: start a bucket when its last gradient is final: "
         "section 3.2 (holes 4 and 5)",
     ),
     "behind": (
@@ -349,7 +349,7 @@ def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
                 f"{len(figures['buckets'])} all-reduces",
                 f"{figures['started']} on rank {rank}",
                 "a bucket was not started once",
-                "start it when its last gradient has come: section 3.2 (hole 4)",
+                "start it when its last gradient is final: section 3.2 (hole 4)",
             )
         for counted, (target, measured, mistake, advice) in FAULTS.items():
             if found := figures[counted]:

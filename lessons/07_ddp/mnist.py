@@ -1,5 +1,5 @@
-"""Run the notes' MNIST example (N1:58) corrected: DDP over the launched ranks, each of which reads
-its own part.
+"""Run the notes' MNIST example (N1:58), corrected: DDP over the launched ranks. Each reads its own
+part.
 
     mpirun -n 4 python lessons/07_ddp/mnist.py                     # scikit-learn's digits, extra
                                                                    `digits`

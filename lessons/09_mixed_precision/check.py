@@ -96,7 +96,7 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _signs(moved: np.ndarray, right: np.ndarray, *, stale: bool) -> Signs:
-    """What the way that the masters moved shows."""
+    """Return the mistakes that the change of the masters can show."""
     far = float(np.linalg.norm(moved))
     due = float(np.linalg.norm(right))
     return {

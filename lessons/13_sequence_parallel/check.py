@@ -182,8 +182,8 @@ def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result
 
 
 def _gives(found: list[np.ndarray], run: Any, old: str, new: str) -> bool:
-    """Whether the plain version with `new` in place of `old` gives what was found, and finite
-    numbers in it."""
+    """Return whether the plain version with `new` in place of `old` gives what was found, with
+    finite numbers."""
     wrong = run(variant(plain_ring_attention, old, new))
     return any(np.isfinite(part).any() for part in wrong) and all(
         np.allclose(mine, part, equal_nan=True) for mine, part in zip(found, wrong, strict=True)

@@ -179,7 +179,7 @@ def _one_step(world: Group, step: Any, shape: dict[str, int]) -> np.ndarray:
 
 
 def _stepped(step: Any, shape: dict[str, int]) -> list[np.ndarray]:
-    """Each rank's weights after one step of the library's code."""
+    """Return each rank's weights after one step of the library's code."""
     return md.run(_one_step, step, shape, size=_size(shape), limit=LIMIT)
 
 

@@ -177,7 +177,7 @@ def _attention(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _same(y: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> bool:
-    """Whether the loop with this mistake in it gives y."""
+    """Return whether the loop with this mistake gives y."""
     wrong = _one_pass(q, k, v, mistake)
     return np.allclose(y, wrong, rtol=1e-3, atol=1e-4, equal_nan=True)
 

@@ -198,7 +198,7 @@ def train_alone() -> tuple[list[float], dict[str, np.ndarray]]:
 
 
 def show_training(console: Console) -> bool:
-    """Train by DDP and alone and print the losses and the largest difference of a weight."""
+    """Train by DDP and in one process and print the losses and the largest difference of a weight."""
     _title(console, f"3  training: {TRAINED} ranks, each with a part of the batch, and one process")
     losses, weights = run_ranks(train_by_ddp, size=TRAINED, transport="auto", limit=LIMIT)[0]
     alone, target = train_alone()

@@ -1,4 +1,4 @@
-"""What the strategies draw."""
+"""The examples that the strategies draw."""
 
 import inspect
 
