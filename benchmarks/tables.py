@@ -18,7 +18,7 @@ FLOORS = {
     "by bare sockets",
     SHM: "no call and no header; what each rank must show, copy and add, by bare shared memory",
 }
-INSTALL_GLOO = 'pip install -e ".[bench]"'
+INSTALL_GLOO = 'pip install "minidist[bench]"'
 
 
 def show_collective(result: dict[str, Any], console: Console) -> None:

@@ -20,7 +20,7 @@ Tensors = dict[str, Any]
 Work = Callable[[], Any]
 Peer = Callable[[Any, Tensors, Any], Work]
 
-INSTALL = 'PyTorch was left out: it is not installed; pip install -e ".[bench]"'
+INSTALL = 'PyTorch was left out: it is not installed; pip install "minidist[bench]"'
 
 
 def find() -> tuple[Any, str]:

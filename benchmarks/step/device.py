@@ -119,7 +119,7 @@ def measure(
     left_out = (
         []
         if EAGER in names
-        else ['PyTorch was left out: it is not installed; pip install -e ".[bench]"']
+        else ['PyTorch was left out: it is not installed; pip install "minidist[bench]"']
     )
     with closed_at_the_end(jobs):
         for name in names:

