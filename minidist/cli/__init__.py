@@ -43,6 +43,7 @@ COMMANDS = {
     "lesson": "print, run or list lessons",
     "check": "grade the exercise of a lesson",
     "doctor": "draw this machine, and show what it has, what is missing, and how to get it",
+    "completion": "print the script by which bash, zsh or fish completes this command",
 }
 
 BEGIN = """
@@ -158,6 +159,18 @@ def parser_for(command: str) -> argparse.ArgumentParser:
     story = (module.__doc__ or COMMANDS[command]).split("\n\n")[0]
     parser = Parser(prog=f"minidist {command}", description=story)
     module.add_arguments(parser)
+    return parser
+
+
+def full_parser() -> argparse.ArgumentParser:
+    """Return the parser of `minidist` with the options of every command."""
+    from minidist.console import Parser
+
+    parser = Parser(prog="minidist")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    for name, what in COMMANDS.items():
+        module = importlib.import_module(MODULES.get(name, f"minidist.cli.{name}"))
+        module.add_arguments(commands.add_parser(name, help=what))
     return parser
 
 
