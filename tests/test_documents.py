@@ -140,7 +140,10 @@ USERS_BY_NAME = {str(path.relative_to(ROOT)): path for path in USERS}
 WITH_PARTS = [
     name for name, path in USERS_BY_NAME.items() if parts(path.read_text(encoding="utf-8"))
 ]
-OF_OTHERS = ("eval", "pip", "mpirun", "srun", "sbatch", "torchrun", "python", "pytest", "curl")
+OF_OTHERS = (
+    *("eval", "python", "pip", "pytest", "curl", "docker", "kubectl"),
+    *("mpirun", "srun", "sbatch", "torchrun"),
+)
 SCRIPTS = ("tests/clusters/up.sh", "benchmarks/gpu.sh")
 
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -212,7 +213,7 @@ def _mpi() -> Finding:
         tried = _try_mpirun(mpirun)
     except (ConfigError, OSError, subprocess.TimeoutExpired) as error:
         return Finding("mpirun", OPTIONAL, str(error).removesuffix(f"; {INSTALL}"), INSTALL)
-    size, _, library = (tried.stdout.splitlines() or [""])[0].partition(" ")
+    size, library = _answer(tried.stdout)
     if tried.returncode != 0 or not size:
         said = tried.stderr.strip().splitlines() or ["it said nothing"]
         return Finding("mpirun", BROKEN, f"{found}; it does not start: {said[-1]}", INSTALL)
@@ -252,6 +253,15 @@ def _try_mpirun(mpirun: "Mpirun") -> "subprocess.CompletedProcess[str]":
     )
 
 
+def _answer(printed: str) -> tuple[str, str]:
+    """Return the number of ranks and MPI's library from the first rank's line, or two empty texts.
+
+    Libraries of MPI may print lines of their own above it.
+    """
+    found = re.search(r"^(\d+) (.*)$", printed, re.MULTILINE)
+    return (found[1], found[2]) if found else ("", "")
+
+
 def _mpi_on_path() -> Iterator[Finding]:
     """Yield a finding on the first mpirun of the path, if it is not the mpirun next to this Python,
     which md.run uses."""
@@ -275,7 +285,7 @@ def _mpi_on_path() -> Iterator[Finding]:
         )
         return
     found = f"{mpirun.flavour} {mpirun.version} at {first}, the first on the path"
-    size, _, library = (tried.stdout.splitlines() or [""])[0].partition(" ")
+    size, library = _answer(tried.stdout)
     if tried.returncode == 0 and size == "2":
         yield Finding("mpirun", OK, f"{found}; mpi4py belongs to it")
     else:

@@ -74,6 +74,16 @@ def test_an_mpirun_without_room_is_not_tried(monkeypatch):
     assert finding.state == "broken" and finding.found.endswith("; no room for 2")
 
 
+def test_lines_of_mpis_own_libraries_are_no_answer(monkeypatch):
+    """UCX prints to stdout in a container without /sys."""
+    printed = (
+        "[vm:10 :0] tcp_iface.c:984 UCX ERROR scandir failed\n2 MPICH Version: 5.0.2\n2 MPICH\n"
+    )
+    tried = SimpleNamespace(stdout=printed, stderr="", returncode=0)
+    monkeypatch.setattr(doctor, "_try_mpirun", lambda mpirun: tried)
+    assert doctor._mpi().state == "ok"
+
+
 @pytest.fixture
 def open_mpi(tmp_path):
     """A folder with an mpirun that says it is Open MPI's, and starts its first rank."""

@@ -15,6 +15,8 @@ NEEDS = {
     "two GPUs": "has not run yet, and docs/howto/gpus.md says so",
     "two hosts": "pytest -m cluster",
     "Slurm": "pytest -m cluster",
+    "Docker": "tests/clusters/test_image.py, which follows the Dockerfile without Docker",
+    "Kubernetes": "tests/launch/test_job_files.py, on the variables of its pods",
     "root": "pytest -m cluster",
     "a clone and a network": ".ci/run installs",
     "a clone": "tests/lessons/test_drawn.py, tests/lessons/test_printed.py, "
