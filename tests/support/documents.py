@@ -24,6 +24,7 @@ NEEDS = {
     "several minutes": "tests/benchmarks/test_gpu_script.py",
     "PyTorch": "tests/test_from_torch.py, where the extra `bench` is installed",
     "a published model": "tests/cli/test_sample_weights.py, with a small model under the same names",
+    "a tracker": "tests/observe/test_follow.py, with stand-ins for the trackers",
     "a running job": "tests/observe/test_exporter.py, tests/comm/flight/test_dumps.py",
 }
 """{what a command says that it needs: where else it is tested}."""
