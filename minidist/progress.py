@@ -7,7 +7,7 @@
 
     a terminal                  one line that changes, and ends with the block; a bar if the total
                                 is known
-    a dumb terminal, a file     nothing; `minidist train` prints a line at most every five seconds
+    a dumb terminal, a file     a line on stderr at most every five seconds, none in the first five
 
 Functions that measure take a Progress, or any function of a text.
 """
@@ -32,6 +32,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as Row
 from rich.text import Text
+
+from minidist.comm.health.failure import say_line
 
 LINES_EVERY = 5.0  # seconds
 LAST_LINES = 5.0  # seconds until the last lines of other processes are there
@@ -89,6 +91,25 @@ class Lines(Progress):
 
     def keep(self, line: str) -> None:
         self._print_line(line)
+
+
+class Spoken(Progress):
+    """Lines on stderr where there is no terminal: the present work, at most once every `seconds`,
+    and nothing of a command that is done before."""
+
+    def __init__(self, seconds: float = LINES_EVERY) -> None:
+        self._seconds = seconds
+        self._begun = time.monotonic()
+        self._last = self._begun
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._last >= self._seconds:
+            self._last = now
+            say_line(f"{text} ({now - self._begun:.0f} s)")
+
+    def at(self, done: int, total: int, text: str = "") -> None:
+        self(f"{done} of {total}  {text}".rstrip())
 
 
 class Bar(Progress):
@@ -177,7 +198,7 @@ def progress(text: str) -> Iterator[Progress]:
     """Context manager: a command that takes long shows its work on stderr, first `text`."""
     console = Console(stderr=True, highlight=False)
     animated = console.is_terminal and not console.is_dumb_terminal
-    shown = Bar(console, text) if animated else Progress()
+    shown = Bar(console, text) if animated else Spoken()
     try:
         yield shown
     finally:

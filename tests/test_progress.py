@@ -84,7 +84,7 @@ with progress("a storm") as show, show.stderr() as stderr:
     assert (done.stdout, done.stderr) == ("", "rank 2 is [lost]\nand rank 3\n")
 
 
-def test_a_dumb_terminal_and_a_file_show_nothing() -> None:
+def test_a_dumb_terminal_and_a_file_show_nothing_of_short_work() -> None:
     assert (
         on_terminal([sys.executable, "-c", PROGRAM], term="dumb")
         == "4 ranks: done\r\nthe result\r\n"
@@ -93,6 +93,24 @@ def test_a_dumb_terminal_and_a_file_show_nothing() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
     )
     assert (done.stdout, done.stderr) == ("4 ranks: done\nthe result\n", "")
+
+
+def test_long_work_shows_signs_of_life_where_there_is_no_terminal() -> None:
+    program = """
+import time
+from minidist.progress import Spoken
+show = Spoken(0.2)
+for number in range(12):
+    show.at(number, 12, "round")
+    time.sleep(0.05)
+print("the result")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = done.stderr.splitlines()
+    assert done.stdout == "the result\n" and 1 <= len(lines) <= 3
+    assert all(re.fullmatch(r"\d+ of 12  round \(\d+ s\)", line) for line in lines)
 
 
 def test_what_stays_is_said_by_progress_that_shows_nothing(

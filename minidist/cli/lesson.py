@@ -21,7 +21,7 @@ from minidist.files import DISK_FAILED, check_writable, whole
 from minidist.grading import load_module
 from minidist.lessons import Lesson
 from minidist.lessons.page import page_console
-from minidist.progress import progress
+from minidist.progress import LINES_EVERY, progress
 from minidist.reading import visible
 
 
@@ -210,14 +210,23 @@ def _figure(lesson: Lesson, out: str | None) -> int:
         folder = ["--out", str(folder_to_write(out))] if out is not None else []
     except argparse.ArgumentTypeError as error:
         fail(f"--out: {error}")
-    with progress(f"drawing the figure of lesson {lesson.number} from a run of its own"):
-        drawing = subprocess.run(
+    work = f"drawing the figure of lesson {lesson.number} from a run of its own"
+    with (
+        progress(work) as show,
+        subprocess.Popen(
             [sys.executable, str(lesson.part("figure.py")), *folder],
             stdout=subprocess.PIPE,
             text=True,
             errors="replace",
-        )
-    print(drawing.stdout, end="")
+        ) as drawing,
+    ):
+        printed = None
+        while printed is None:
+            try:
+                printed, _ = drawing.communicate(timeout=LINES_EVERY)
+            except subprocess.TimeoutExpired:
+                show(work)
+    print(printed, end="")
     return drawing.returncode
 
 

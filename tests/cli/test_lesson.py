@@ -5,9 +5,10 @@ import argparse
 import io
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 from rich.cells import cell_len
@@ -140,16 +141,23 @@ def test_a_broken_run_from_the_command(capfd: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("out", [["--out", "new/folder"], []])
 def test_a_figure_goes_to_a_folder_of_the_users(
-    out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    out: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The folder is made; the lesson's own figure is never written over."""
     given: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
+    slow = [sys.executable, "-c", "import time; time.sleep(0.2); print('drawn')"]
+    start = subprocess.Popen
     monkeypatch.setattr(
-        "subprocess.run",
-        lambda argv, **_: given.append(argv) or CompletedProcess(argv, 0, "drawn\n"),
+        "subprocess.Popen",
+        lambda argv, **options: given.append(argv) or start(slow, **options),
     )
+    monkeypatch.setattr("minidist.cli.lesson.LINES_EVERY", 0.05)  # it is looked at several times
     assert main(["lesson", "03", "--figure", *out]) == 0
+    assert capsys.readouterr().out == "drawn\n"
     assert Path("new/folder").is_dir() == bool(out) and given[0][2:] == out
     parser = argparse.ArgumentParser()
     add_out(parser, lessons.find("03").folder)
