@@ -6,7 +6,6 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from minidist.cli.train import axis_traffic, central_traffic, seldom_traffic
@@ -84,16 +83,21 @@ def run_metrics(trainer: Trainer, settings: Settings, memory: dict[str, Any]) ->
     """
     args = settings.args
     world = trainer.survivors()
+    here = machine()
     return {
         "memory_limit_bytes": limit_here(),
         "formula": gradient_formula(trainer, settings.training_batch(0)),
         **expert_record(trainer),
         **budget_record(trainer),
         "stage_layers": axis_traffic.stage_layers(trainer),
-        "machine": machine() | {"command": command_line(args, world.size)},
+        "machine": here | {"command": command_line(args, world.size)},
         "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("minidist", "numpy", "mpi4py")},
+            "python": here["python"],
+            **{
+                name: here["versions"][name]
+                for name in ("minidist", "numpy", "mpi4py")
+                if name in here["versions"]
+            },
         },
         "ranks": rank_records(trainer, world, memory),
     }

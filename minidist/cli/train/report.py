@@ -26,23 +26,15 @@ def print_report(console: Console, metrics: Metrics, sample: str | None, folder:
     """Print losses, the sample, the traffic and memory tables with their formulas, and where the
     files are.
 
-    Args:    sample: None if none could be written.
+    Args:    metrics: without "formula" if that work failed; then the tables are left out.
+             sample: None if none could be written.
     """
     _print_summary(console, metrics)
     if sample is not None:
         _rule(console, "a sample: lines it has not seen, and how it goes on (▸)")
         console.print(f"{sample}\n", markup=False, soft_wrap=True)
-    if metrics["steps"]:
-        _print_traffic(console, metrics)
-    if metrics["steps"] and "experts" in metrics:
-        _rule(console, "how many tokens a step chose each expert, over the run")
-        console.print(expert_table(metrics))
-        if "copies" in metrics["experts"]:
-            console.print(copies_line(metrics), markup=False, soft_wrap=True)
-    _print_memory(console, metrics)
-    if metrics["steps"] and metrics["plan"]["offload"] != "none":
-        _print_offload(console, metrics)
-    _print_activations(console, metrics)
+    if "formula" in metrics:
+        _print_measured(console, metrics)
     if "why" in metrics:
         _rule(console, f"why step {metrics['why']['step']} took as long as it did")
         console.print(headline(metrics["why"]), markup=False, soft_wrap=True)
@@ -160,6 +152,21 @@ def _print_summary(console: Console, metrics: Metrics) -> None:
             markup=False,
         )
     console.print()
+
+
+def _print_measured(console: Console, metrics: Metrics) -> None:
+    """Print traffic, experts and memory, with their formulas."""
+    if metrics["steps"]:
+        _print_traffic(console, metrics)
+    if metrics["steps"] and "experts" in metrics:
+        _rule(console, "how many tokens a step chose each expert, over the run")
+        console.print(expert_table(metrics))
+        if "copies" in metrics["experts"]:
+            console.print(copies_line(metrics), markup=False, soft_wrap=True)
+    _print_memory(console, metrics)
+    if metrics["steps"] and metrics["plan"]["offload"] != "none":
+        _print_offload(console, metrics)
+    _print_activations(console, metrics)
 
 
 def _print_traffic(console: Console, metrics: Metrics) -> None:
