@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     plan_for: Callable[..., Any]  # these two stand above this room
     simulate: Callable[..., Any]
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 __all__ = [
     "DDP",
     "Group",

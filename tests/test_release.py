@@ -6,6 +6,8 @@ from configparser import ConfigParser
 
 from imports import ROOT
 
+import minidist
+
 SPEC = importlib.util.spec_from_file_location("setup_of_the_project", ROOT / "setup.py")
 assert SPEC is not None and SPEC.loader is not None
 SETUP = importlib.util.module_from_spec(SPEC)
@@ -44,3 +46,12 @@ def test_classifiers_name_only_what_the_suite_ran_on() -> None:
     assert [line for line in classifiers if "Operating System" in line] == [
         "Operating System :: POSIX :: Linux"
     ]
+
+
+def test_code_changes_and_documents_name_one_version() -> None:
+    number = ".".join(minidist.__version__.split(".")[:2])
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)$", changes, re.MULTILINE)[0].startswith(number)
+    documents = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    assert f"The documents are of minidist {number}\n" in documents
+    assert "version = attr: minidist.__version__" in (ROOT / "setup.cfg").read_text()
