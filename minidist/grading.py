@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 from minidist import holes
 from minidist.errors import ConfigError, MinidistError, TimeoutError
 from minidist.files import read_regular
+from minidist.own_work import borrowed
 
 MOST_SOURCE = 1 << 24  # bytes of a Python file
 NOT_FILLED = "not filled yet"  # the mistake of a Result that reached a hole
@@ -187,7 +188,9 @@ def judge(
     Args:    target, measured: as a student reads them. signs: what names the mistake. mistake,
              advice: if none of them holds.
     """
-    if not passed:
+    if passed:
+        mistake = advice = ""
+    else:
         mistake, advice = named(mistake, advice, signs=signs)
     return Result(task, bool(passed), target, measured, mistake, advice)
 
@@ -211,7 +214,9 @@ def expect(
              both values that a student reads.
     """
     passed = bool(same(measured, target))
-    if not passed:
+    if passed:
+        mistake = advice = ""
+    else:
         mistake, advice = named(
             mistake,
             advice,
@@ -265,6 +270,11 @@ def require_python(file: Path, advice: str) -> None:
         raise ConfigError(f"{name} is not a Python file, whose name ends in .py; {advice}")
 
 
+def require_own_file(number: str, exercise_file: Path) -> None:
+    """Raise ConfigError unless an exercise is there and is Python text."""
+    require_python(exercise_file, f"start with: minidist lesson {number} --copy DIR")
+
+
 def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
     """Grade `exercise_file` by `grade(exercise)` of `check_file`, up to the first task that fails;
     then hole by hole.
@@ -273,16 +283,40 @@ def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
     Raises:  ConfigError if a file is missing or no Python file. Errors of the student's code become
              a failed Result.
     """
-    require_python(exercise_file, f"start with: minidist lesson {number} --copy DIR")
+    require_own_file(number, exercise_file)
     check = load_module(check_file, number)
-    results = _results(check, lambda: load_module(exercise_file, number), exercise_file)
     template_file = check_file.with_name("exercise.py")
+    template = (
+        ast.parse(template_file.read_text(encoding="utf-8")) if template_file.is_file() else None
+    )
+    if template is not None and (found := _not_own(exercise_file, template)) is not None:
+        return Grade(number, str(exercise_file), (found,))
+    results = _results(check, lambda: load_module(exercise_file, number), exercise_file)
     graded = tuple[HoleGrade, ...]()
-    if not (results and results[-1].passed) and template_file.is_file():
-        template = ast.parse(template_file.read_text(encoding="utf-8"))
+    if not (results and results[-1].passed) and template is not None:
         graded = _by_hole(check, template, exercise_file, number, results[-1])
         results = [*results[:-1], _blamed(results[-1], graded)]
     return Grade(number, str(exercise_file), tuple(results), graded)
+
+
+def _not_own(exercise_file: Path, template: ast.Module) -> Result | None:
+    """Return the Result of an answer that is not the student's work (own_work.py); None if it is."""
+    try:
+        student = ast.parse(exercise_file.read_text(encoding="utf-8"))
+    except SyntaxError:
+        return None  # explained where it is run
+    if (found := borrowed(student, template)) is None:
+        return None
+    line, what = found
+    return Result(
+        "your own work",
+        False,
+        "code of your own",
+        what,
+        f"{exercise_file.name} line {line} uses what an answer may not",
+        "write the hole yourself: an answer has the imports of its exercise, NumPy, and the verbs of "
+        "the objects that it gets",
+    )
 
 
 def _results(

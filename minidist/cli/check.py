@@ -11,9 +11,11 @@ from minidist import lessons
 from minidist.cli import passed
 from minidist.console import write_json
 from minidist.files import check_writable
-from minidist.grading import Grade, grade
+from minidist.graded_apart import grade_apart
+from minidist.grading import Grade
 from minidist.lessons.page import page_console
 from minidist.progress import progress
+from minidist.reading import visible
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     file = Path(args.file) if args.file else lesson.part("exercise.py")
     with progress(f"running the exercise of lesson {lesson.number}"):
-        result = grade(lesson.number, lesson.part("check.py"), file)
+        result, printed = grade_apart(lesson.number, lesson.part("check.py"), file)
+    if printed:
+        print(f"your code printed:\n{visible(printed, keep=chr(10)).rstrip()}\n")
     show(result, lesson.title)
     if result.passed:
         passed.keep(lesson.number)
