@@ -26,6 +26,15 @@ CALLS = {
 }
 """Functions of Python that do so."""
 
+SPECIAL = {
+    f"__{name}__"
+    for name in (
+        *("add", "call", "contains", "eq", "getitem", "init", "iter", "len", "lt", "mul", "next"),
+        *("post_init", "repr", "setitem", "sub"),
+    )
+}
+"""Names of methods that stand for a sign of the language, such as []."""
+
 OURS = "minidist"
 """How the names of our modules begin, also of a check's, which is minidist_lesson_03_check."""
 
@@ -57,7 +66,7 @@ def _uses(module: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"call of {node.id}"
         elif isinstance(node, ast.Name) and node.id[:2] == "__" and node.id != "__name__":
             yield node.lineno, f"name {node.id}"
-        elif isinstance(node, ast.Attribute) and node.attr[:1] == "_":
+        elif isinstance(node, ast.Attribute) and node.attr[:1] == "_" and node.attr not in SPECIAL:
             yield node.lineno, f"private name .{node.attr}"
 
 

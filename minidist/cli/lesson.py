@@ -3,6 +3,7 @@ exercise."""
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from minidist.console import fail, folder_to_write, rank_count, require_memory, 
 from minidist.files import DISK_FAILED, check_writable, whole
 from minidist.grading import load_module
 from minidist.lessons import Lesson
+from minidist.lessons.finding import find_places
 from minidist.lessons.page import page_console
 from minidist.progress import LINES_EVERY, progress
 from minidist.reading import visible
@@ -28,7 +30,10 @@ from minidist.reading import visible
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `minidist lesson` to the parser."""
     parser.add_argument(
-        "lesson", nargs="?", help="the lesson's number, e.g. 03; left out: the table of lessons"
+        "lesson",
+        nargs="?",
+        help="the lesson's number, e.g. 03; or a line of the notes (N2:398) or a word, to find its "
+        "lesson; left out: the table of lessons",
     )
     one = parser.add_mutually_exclusive_group()
     one.add_argument(
@@ -66,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     if args.lesson is None:
         return _list(args.json)
+    if not re.fullmatch(r"[0-9]+(_.*)?", args.lesson) and not _options_given(args):
+        return _find(args.lesson)
     lesson = lessons.find(args.lesson)
     if args.copy:
         return _copy(lesson, Path(args.copy))
@@ -84,15 +91,7 @@ def _check_fit(args: argparse.Namespace) -> None:
 
     The parser refuses two actions, e.g. --figure --copy.
     """
-    named = {
-        "-n": args.ranks,
-        "--answers": args.answers,
-        "--figure": args.figure,
-        "--break": args.broken,
-        "--copy": args.copy,
-        "--out": args.out,
-    }
-    given = [option for option, value in named.items() if value not in (None, False)]
+    given = _options_given(args)
     if args.lesson is None and given:
         fail(f"{given[0]} needs the number of a lesson, e.g. minidist lesson 03 {given[0]}")
     if args.out is not None and not args.figure:
@@ -102,6 +101,38 @@ def _check_fit(args: argparse.Namespace) -> None:
             f"--json does not go with {given[0]}: it writes the table of lessons, or the tables "
             "of a run"
         )
+
+
+def _options_given(args: argparse.Namespace) -> list[str]:
+    """Return the options that only one lesson takes."""
+    named = {
+        "-n": args.ranks,
+        "--answers": args.answers,
+        "--figure": args.figure,
+        "--break": args.broken,
+        "--copy": args.copy,
+        "--out": args.out,
+    }
+    return [option for option, value in named.items() if value not in (None, False)]
+
+
+def _find(question: str) -> int:
+    """Print where a line of the notes or a word is worked through; return 0."""
+    found = find_places(question)
+    if not found:
+        fail(
+            f"there is no lesson with {shown(question[:60])}; minidist lesson lists them, "
+            "minidist lesson N2:398 finds that of a line of the notes"
+        )
+    table = Table("where", "section", "lessons", header_style="bold cyan")
+    for place in found:
+        table.add_row(place.where, escape(place.title), ", ".join(place.lessons) or "none")
+    console = page_console()
+    console.print(table)
+    first = next((place.lessons[0] for place in found if place.lessons), None)
+    if first is not None:
+        console.print(f"read it:  minidist lesson {first}", markup=False)
+    return 0
 
 
 def _list(file: str | None) -> int:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from minidist import lessons
 from minidist.cli import main
+from minidist.graded_apart import GradedApart
 from minidist.grading import Grade, Result
 from minidist.lessons.running import add_out
 
@@ -34,9 +35,9 @@ def test_tells_minutes_what_comes_before_and_what_was_passed(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr(
-        "minidist.cli.check.grade",
-        lambda number, check, file: Grade(
-            number, str(file), (Result("a task", number == "03", "1", "1"),)
+        "minidist.cli.check.grade_apart",
+        lambda number, check, file: GradedApart(
+            Grade(number, str(file), (Result("a task", number == "03", "1", "1"),)), ""
         ),
     )
     assert main(["check", "03"]) == 0 and main(["check", "04"]) == 1

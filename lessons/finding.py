@@ -1,0 +1,78 @@
+"""Find the lesson of a line of the notes, or of a word.
+
+    find_places("N2:398")     the section around the line, and its lessons
+    find_places("流水线")      the sections, lessons and headings that have the word
+
+`minidist lesson N2:398` prints them. The sections are those of NOTES.md.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from minidist.lessons import Lesson, every_lesson
+
+LINE = re.compile(r"N([0-4]):([1-9][0-9]{0,5})")
+_ROW = re.compile(r"^\| (N[0-4]):(\d+)-(\d+) \| (.*?) \| (.*?) \|", re.MULTILINE)
+MOST = 12  # places of a word
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place that answers a question.
+
+    Attributes: where: lines of the notes, as "N2:381-401", or a lesson's section, as "11, 3.2";
+                title: of the section; lessons: their numbers, the first teaches it.
+    """
+
+    where: str
+    title: str
+    lessons: tuple[str, ...]
+
+
+def find_places(question: str) -> list[Place]:
+    """Return the places of a line of the notes ("N2:398") or of a word, the best first; [] if there
+    is none."""
+    if line := LINE.fullmatch(question):
+        return [place for place in _sections() if _covers(place, f"N{line[1]}", int(line[2]))]
+    word = question.casefold()
+    found = [place for place in _sections() if word in place.title.casefold()]
+    for lesson in every_lesson():
+        found += [place for place in _headings(lesson) if word in place.title.casefold()]
+    return found[:MOST] or _in_the_text(word)
+
+
+def _sections() -> Iterator[Place]:
+    """Yield the sections of the notes that have a lesson."""
+    text = Path(__file__).with_name("NOTES.md").read_text(encoding="utf-8")
+    for document, first, last, title, lessons in _ROW.findall(text):
+        yield Place(f"{document}:{first}-{last}", title, tuple(re.findall(r"\d\d", lessons)))
+
+
+def _covers(place: Place, document: str, line: int) -> bool:
+    there, _, lines = place.where.partition(":")
+    first, _, last = lines.partition("-")
+    return there == document and int(first) <= line <= int(last)
+
+
+def _headings(lesson: Lesson) -> Iterator[Place]:
+    """Yield a lesson's title and its sections' headings."""
+    yield Place(lesson.number, lesson.title, (lesson.number,))
+    text = lesson.part("README.md").read_text(encoding="utf-8")
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for number, title in re.findall(r"^##+ (\d[\d.]*)\.? +(.+)$", text, re.MULTILINE):
+        yield Place(f"{lesson.number}, {number}", title, (lesson.number,))
+
+
+def _in_the_text(word: str) -> list[Place]:
+    """Return the lessons whose text has the word, the one that has it most often first."""
+    counts = {
+        lesson: lesson.part("README.md").read_text(encoding="utf-8").casefold().count(word)
+        for lesson in every_lesson()
+    }
+    best = sorted((lesson for lesson in counts if counts[lesson]), key=lambda one: -counts[one])
+    return [
+        Place(lesson.number, f"{lesson.title}: {counts[lesson]} times", (lesson.number,))
+        for lesson in best[:MOST]
+    ]
