@@ -19,7 +19,7 @@ MOST = 12  # places of a word
 
 
 @dataclass(frozen=True)
-class Place:
+class Passage:
     """A place that answers a question.
 
     Attributes: where: lines of the notes, as "N2:381-401", or a lesson's section, as "11, 3.2";
@@ -31,7 +31,7 @@ class Place:
     lessons: tuple[str, ...]
 
 
-def find_places(question: str) -> list[Place]:
+def find_places(question: str) -> list[Passage]:
     """Return the places of a line of the notes ("N2:398") or of a word, the best first; [] if there
     is none."""
     if line := LINE.fullmatch(question):
@@ -43,29 +43,29 @@ def find_places(question: str) -> list[Place]:
     return found[:MOST] or _in_the_text(word)
 
 
-def _sections() -> Iterator[Place]:
+def _sections() -> Iterator[Passage]:
     """Yield the sections of the notes that have a lesson."""
     text = Path(__file__).with_name("NOTES.md").read_text(encoding="utf-8")
     for document, first, last, title, lessons in _ROW.findall(text):
-        yield Place(f"{document}:{first}-{last}", title, tuple(re.findall(r"\d\d", lessons)))
+        yield Passage(f"{document}:{first}-{last}", title, tuple(re.findall(r"\d\d", lessons)))
 
 
-def _covers(place: Place, document: str, line: int) -> bool:
+def _covers(place: Passage, document: str, line: int) -> bool:
     there, _, lines = place.where.partition(":")
     first, _, last = lines.partition("-")
     return there == document and int(first) <= line <= int(last)
 
 
-def _headings(lesson: Lesson) -> Iterator[Place]:
+def _headings(lesson: Lesson) -> Iterator[Passage]:
     """Yield a lesson's title and its sections' headings."""
-    yield Place(lesson.number, lesson.title, (lesson.number,))
+    yield Passage(lesson.number, lesson.title, (lesson.number,))
     text = lesson.part("README.md").read_text(encoding="utf-8")
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     for number, title in re.findall(r"^##+ (\d[\d.]*)\.? +(.+)$", text, re.MULTILINE):
-        yield Place(f"{lesson.number}, {number}", title, (lesson.number,))
+        yield Passage(f"{lesson.number}, {number}", title, (lesson.number,))
 
 
-def _in_the_text(word: str) -> list[Place]:
+def _in_the_text(word: str) -> list[Passage]:
     """Return the lessons whose text has the word, the one that has it most often first."""
     counts = {
         lesson: lesson.part("README.md").read_text(encoding="utf-8").casefold().count(word)
@@ -73,6 +73,6 @@ def _in_the_text(word: str) -> list[Place]:
     }
     best = sorted((lesson for lesson in counts if counts[lesson]), key=lambda one: -counts[one])
     return [
-        Place(lesson.number, f"{lesson.title}: {counts[lesson]} times", (lesson.number,))
+        Passage(lesson.number, f"{lesson.title}: {counts[lesson]} times", (lesson.number,))
         for lesson in best[:MOST]
     ]

@@ -5,11 +5,11 @@ import pytest
 
 from minidist.cli import main
 from minidist.lessons import every_lesson
-from minidist.lessons.finding import Place, _sections, find_places
+from minidist.lessons.finding import Passage, _sections, find_places
 
 
 def test_a_line_of_the_notes_has_one_section() -> None:
-    section = Place("N2:381-401", "10.3 MoE专用并行优化", ("18",))
+    section = Passage("N2:381-401", "10.3 MoE专用并行优化", ("18",))
     for line in ("N2:381", "N2:398", "N2:401"):
         assert find_places(line) == [section]
     assert find_places("N2:380") != [section] and find_places("N2:9999") == []
