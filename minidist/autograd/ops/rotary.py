@@ -19,9 +19,8 @@ class RopeScaling:
     """
 
     factor: float  # the speed of a slow pair is divided by it
-    # a pair with fewer full turns in the original context is slow, one with more turns is unchanged
-    low_freq_factor: float
-    high_freq_factor: float
+    low_freq_factor: float  # a pair with fewer full turns in the original context is slow
+    high_freq_factor: float  # a pair with more full turns there keeps its speed
     original_max_position_embeddings: int  # tokens in a sequence of the first training
 
     def __post_init__(self) -> None:
