@@ -77,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="FILE",
-        help="in place of RUN: a safetensors file with the names of GPT-2 or Llama, and config.json beside it",
+        help="in place of RUN: a safetensors file (or the index of several, or their folder) with "
+        "the names of GPT-2 or Llama, and config.json beside it",
     )
     parser.add_argument(
         "--heads",

@@ -1,5 +1,6 @@
 """Modules: functions with parameters, up to a GPT."""
 
+from minidist.autograd.ops.rotary import RopeScaling
 from minidist.nn.attention import CausalSelfAttention
 from minidist.nn.config import GPTConfig, MixtureConfig, divisors
 from minidist.nn.gpt import GPT, Block
@@ -26,6 +27,7 @@ __all__ = [
     "MixtureConfig",
     "Module",
     "RMSNorm",
+    "RopeScaling",
     "Weight",
     "divisors",
     "mixture",

@@ -28,6 +28,8 @@ class CausalSelfAttention(Module):
         self.key_heads = config.key_heads
         self.head_width = config.head_width
         self.rotary = config.positions == "rotary"
+        self.rope_theta = config.rope_theta
+        self.rope_scaling = config.rope_scaling
         self.pattern = config.attention_pattern
         outputs = (self.heads + 2 * self.key_heads) * self.head_width
         self.qkv = Linear(config.width, outputs, std=0.02, dtype=config.dtype)
@@ -54,9 +56,13 @@ class CausalSelfAttention(Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
         """q (B, H, T, D), k and v (B, H_kv, T, D), global positions (T,) -> (B, H, T, D)."""
         if self.rotary:
-            q = ops.rotary(q, positions)
-            k = ops.rotary(k, positions)
+            q = self.rotate(q, positions)
+            k = self.rotate(k, positions)
         return self.see(q, k, v)
+
+    def rotate(self, x: Tensor, positions: Array) -> Tensor:
+        """Rotate queries or keys (B, H, T, D) by the angles of their positions (T,): same shape."""
+        return ops.rotary(x, positions, base=self.rope_theta, scaling=self.rope_scaling)
 
     def see(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of whole sequences, to all keys up to a query or to those that the pattern

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
+from minidist.autograd.ops.rotary import RopeScaling, is_positive
 from minidist.comm.chunks import bounds
 from minidist.device import backend
 from minidist.errors import ConfigError
@@ -168,10 +169,15 @@ class GPTConfig:
     mlp_width: Size | None = None  # width inside an MLP; None: see `hidden`
     # which keys a query sees (attention_pattern.py); None: all up to itself
     attention_pattern: str | None = None
+    norm_eps: float = 1e-5  # is added to the variance or mean square in a norm
+    rope_theta: float = 10000.0  # base of the rotary angles
+    rope_scaling: RopeScaling | None = None  # slower rotation of the slow pairs
 
     def __post_init__(self) -> None:
         if isinstance(self.mixture, dict):
             object.__setattr__(self, "mixture", MixtureConfig(**self.mixture))
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         for name in ("vocabulary", "context", "layers", "width", "heads", "kv_heads", "mlp_width"):
             value = getattr(self, name)
             if not (type(value) is int and value >= 1) and not (
@@ -203,6 +209,16 @@ class GPTConfig:
             raise ConfigError(
                 f"GPT: rotary positions turn pairs, but heads are {self.head_width} wide (width "
                 f"{self.width} / {self.heads} heads); make that even, or use learned positions"
+            )
+        for name in ("norm_eps", "rope_theta"):
+            if not is_positive(getattr(self, name)):
+                raise ConfigError(
+                    f"GPT: {name} is {getattr(self, name)!r}; it must be a finite number above 0"
+                )
+        if self.rope_scaling is not None and self.positions != "rotary":
+            raise ConfigError(
+                f"GPT: rope_scaling is for rotary positions, and these are {self.positions}; "
+                "leave it out"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"GPT: dropout is {self.dropout!r}; it must be in [0, 1)")
@@ -264,7 +280,7 @@ class GPTConfig:
         return self.width * hidden * (2 if self.activation == "gelu" else 3)
 
     def as_dict(self) -> dict[str, object]:
-        """All fields, for the JSON of a run; a mixture as a dict."""
+        """All fields, for the JSON of a run; mixture and rope_scaling as dicts."""
         return asdict(self)
 
 

@@ -34,10 +34,10 @@ class Block(Module):
     def __init__(self, config: GPTConfig) -> None:
         norm = LayerNorm if config.norm == "layer" else RMSNorm
         out_std = STD * (2 * config.layers) ** -0.5
-        self.norm_attention = norm(config.width, dtype=config.dtype)
+        self.norm_attention = norm(config.width, eps=config.norm_eps, dtype=config.dtype)
         self.attention = CausalSelfAttention(config, out_std=out_std)
         self.dropout_attention = Dropout(config.dropout)
-        self.norm_mlp = norm(config.width, dtype=config.dtype)
+        self.norm_mlp = norm(config.width, eps=config.norm_eps, dtype=config.dtype)
         self.mlp: MLP | Mixture = MLP(
             config.width,
             config.hidden,
@@ -88,7 +88,7 @@ class GPT(Module):
         self.dropout = Dropout(config.dropout)
         self.blocks = [Block(config) for _ in range(config.layers)]
         self.norm = (LayerNorm if config.norm == "layer" else RMSNorm)(
-            config.width, dtype=config.dtype
+            config.width, eps=config.norm_eps, dtype=config.dtype
         )
         self.head = (
             None

@@ -10,6 +10,7 @@
         h.N.mlp.c_fc, h.N.mlp.c_proj                            blocks.N.mlp.up, .down
 
     Llama: rotary positions in pairs (i, i + n/2), RMSNorm, gated SiLU, perhaps fewer key heads.
+    The base of the rotary angles and their scaling (Llama 3.1) come from config.json.
     Linear weights are (outputs, inputs), transposed here; queries, keys and values are joined. It
     has no biases unless its config.json says so: here they are zero.
 
@@ -49,6 +50,8 @@ class Family:
                 ignored    names of arrays that are no weights
                 required   {a setting of config.json: the values that mean the computation of a GPT
                            here; the first is meant where the setting is missing}
+                numbers    {a number of config.json: (the field of GPTConfig, the value that is
+                           meant where the number is missing)}
                 choices    fields of GPTConfig
                 sizes      {a setting of config.json: the size of GPTConfig that it names}
                 tied       whether the output is tied where config.json does not say
@@ -65,6 +68,7 @@ class Family:
     optional: dict[str, str]
     ignored: str
     required: dict[str, tuple[Any, ...]]
+    numbers: dict[str, tuple[str, float]]
     choices: dict[str, Any]
     sizes: dict[str, str]
     tied: bool
@@ -138,11 +142,11 @@ GPT2 = Family(
     required={
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "layer_norm_epsilon": (1e-5,),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
+    numbers={"layer_norm_epsilon": ("norm_eps", 1e-5)},
     choices={"positions": "learned", "norm": "layer", "activation": "gelu"},
     sizes={
         "n_embd": "width",
@@ -183,11 +187,8 @@ LLAMA = Family(
     required={
         "model_type": ("llama",),
         "hidden_act": ("silu",),
-        "rms_norm_eps": (1e-5,),
-        "rope_theta": (10000.0,),
-        "rope_scaling": (None,),
-        "rope_parameters": (None, {"rope_theta": 10000.0, "rope_type": "default"}),
     },
+    numbers={"rms_norm_eps": ("norm_eps", 1e-6), "rope_theta": ("rope_theta", 10000.0)},
     choices={"positions": "rotary", "norm": "rms", "activation": "silu"},
     sizes={
         "hidden_size": "width",

@@ -2,6 +2,7 @@
 again.
 
     model = load_published("model.safetensors")        # a GPT; config.json lies beside the file
+    model = load_published("llama")                    # a folder; also with several files
     write_published("out/model.safetensors", "gpt2", model.config, model.state_dict())
 
 A GPT here computes what these models compute, so their arrays keep their values; names and layout
@@ -12,19 +13,20 @@ of config.json with another computation are refused.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from minidist.autograd.ops.rotary import RopeScaling
 from minidist.device.backend import FLOATS, dtype
 from minidist.errors import ConfigError, DataError
 from minidist.files import whole
 from minidist.nn.config import GPTConfig
 from minidist.nn.gpt import GPT
 from minidist.nn.published_names import FAMILIES, Family
-from minidist.nn.weights_file import WeightsFile
+from minidist.nn.weights_file import Weights, open_weights
 from minidist.reading import read_json
 
 NAMES = tuple(FAMILIES)
@@ -32,20 +34,24 @@ NAMES = tuple(FAMILIES)
 
 CONFIG = "config.json"
 
+LLAMA3 = "llama3"
+"""The published type of rope_scaling that a GPT here computes."""
+
 
 class Published:
-    """A published model in a safetensors file: its config, and its weights by their names here.
+    """A published model in safetensors files: its config, and its weights by their names here.
 
     Weights of float16 and bfloat16 become float32, exactly; float64 stays.
 
-    Args:       heads: the number of attention heads, if no config.json lies beside the file.
+    Args:       path: the file, the index of several files, or the folder with either.
+                heads: the number of attention heads, if no config.json lies beside the file.
     Attributes: config; path; family.
     Raises:     DataError, one line, if the file is not such a model or does not fit its
                 config.json; ConfigError if sizes cannot work, or the number of heads is not known.
     """
 
     def __init__(self, path: str | Path, *, heads: int | None = None) -> None:
-        self._file = WeightsFile(path)
+        self._file = open_weights(path)
         self.path = self._file.path
         self.family = _family(self._file)
         self._theirs = _names_here(self._file, self.family)
@@ -129,7 +135,7 @@ def load_published(path: str | Path, *, heads: int | None = None) -> GPT:
     return model
 
 
-def _family(file: WeightsFile) -> Family:
+def _family(file: Weights) -> Family:
     """Return the family whose token table the file has. Raises: DataError."""
     for family in FAMILIES.values():
         if {family.table, family.table.removeprefix(family.prefix)} & file.shapes.keys():
@@ -138,7 +144,7 @@ def _family(file: WeightsFile) -> Family:
     raise DataError(f"{file.path}: has neither {tables}, so it is none of these models")
 
 
-def _names_here(file: WeightsFile, family: Family) -> dict[str, tuple[str, ...]]:
+def _names_here(file: Weights, family: Family) -> dict[str, tuple[str, ...]]:
     """Return {name here: the published names that are joined to it, in order}.
 
     Raises: DataError for a name that the family does not know.
@@ -190,8 +196,54 @@ def _read_config(path: Path, family: Family) -> dict[str, Any]:
     return about
 
 
+def _numbers(path: Path, family: Family, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of GPTConfig that config.json gives beside sizes: ε of the norms; base and
+    scaling of rotary positions.
+
+    Raises: DataError for rotary positions that are not computed here, or are given twice.
+    """
+    place = path.parent / CONFIG
+    found: dict[str, Any] = {}
+    for setting, (field, default) in family.numbers.items():
+        value = about.get(setting)
+        found[field] = default if value is None else value
+    if family.choices["positions"] != "rotary":
+        return found
+    scalings = {}
+    for setting in ("rope_scaling", "rope_parameters"):
+        told = about.get(setting)
+        if told is None:
+            continue
+        scalings[setting] = _scaling(place, setting, told)
+        found["rope_theta"] = told.get("rope_theta", found["rope_theta"])
+        if about.get("rope_theta", found["rope_theta"]) != found["rope_theta"]:
+            raise DataError(f"{place}: {setting} has another rope_theta than the model; keep one")
+    if len(set(scalings.values())) > 1:
+        raise DataError(f"{place}: rope_scaling and rope_parameters differ; keep one")
+    found["rope_scaling"] = next(iter(scalings.values()), None)
+    return found
+
+
+def _scaling(place: Path, setting: str, told: Any) -> RopeScaling | None:
+    """Return the scaling of rotary positions that config.json describes; None for the default type.
+
+    Raises: DataError for another type or other numbers; ConfigError for numbers that do not fit.
+    """
+    numbers = dict(told) if isinstance(told, dict) else {"": told}
+    kinds = [numbers.pop(name) for name in ("type", "rope_type") if name in numbers]
+    numbers.pop("rope_theta", None)
+    kind = kinds[-1] if kinds else "default"
+    needed = {field.name for field in fields(RopeScaling)} if kind == LLAMA3 else set()
+    if kind not in ("default", LLAMA3) or numbers.keys() != needed:
+        raise DataError(
+            f"{place}: {setting} is {json.dumps(told)[:200]}; a GPT here computes only with null, or "
+            f'with rope_type "{LLAMA3}" and {", ".join(field.name for field in fields(RopeScaling))}'
+        )
+    return RopeScaling(**numbers) if needed else None
+
+
 def _config(
-    file: WeightsFile,
+    file: Weights,
     family: Family,
     names: Mapping[str, tuple[str, ...]],
     about: Mapping[str, Any],
@@ -246,6 +298,7 @@ def _config(
         mlp_width=hidden,
         dtype="float64" if file.has("float64") else "float32",
         **family.choices,
+        **_numbers(file.path, family, about),
     )
     if config.kv_heads == config.heads:
         config = replace(config, kv_heads=None)
@@ -311,12 +364,15 @@ def published_weights(
     }
     about = {
         **required,
+        **{setting: getattr(config, field) for setting, (field, _) in family.numbers.items()},
         **{setting: getattr(config, size) for setting, size in family.sizes.items()},
         **biased,
         "tie_word_embeddings": config.tied,
         "torch_dtype": config.dtype,
         **family.words,
     }
+    if config.rope_scaling is not None:
+        about["rope_scaling"] = {"rope_type": LLAMA3, **asdict(config.rope_scaling)}
     return arrays, about
 
 
@@ -333,7 +389,7 @@ def write_published(
     arrays, about = published_weights(names, config, weights)
     beside = Path(path).parent / CONFIG
     text = json.dumps(about, indent=1) + "\n"
-    if beside.exists() and beside.read_text(encoding="utf-8", errors="replace") != text:
+    if beside.exists() and not _holds(beside, json.loads(text)):
         raise ConfigError(
             f"{beside}: exists, and describes another model; name a file in another folder"
         )
@@ -341,3 +397,11 @@ def write_published(
         draft.write_bytes(save(arrays, {"format": "pt"}))
     with whole(beside) as draft:
         draft.write_text(text, encoding="utf-8")
+
+
+def _holds(file: Path, value: Any) -> bool:
+    """Return whether a file holds this value of JSON, in any order of keys."""
+    try:
+        return bool(read_json(file) == value)
+    except (OSError, ConfigError):
+        return False

@@ -1,11 +1,14 @@
-"""A safetensors file of another program: its arrays by name, read from the disk when they are used.
+"""Safetensors files of another program: arrays by name, read from the disk when they are used.
 
-    file = WeightsFile("model.safetensors")
+    file = open_weights("model.safetensors")     # or its index, or the folder
     file.shapes["wte.weight"]        # of every array, from the head of the file
     file.read("wte.weight")          # a copy, in the dtype of the file
 
 The format: 8 bytes with the length of a JSON object, the object with name, dtype, shape and place
 of each array, then the arrays. The package safetensors reads no bfloat16 into NumPy.
+
+Several files have an index, model.safetensors.index.json, beside them. Its "weight_map" is {name of
+an array: name of its file}.
 """
 
 import os
@@ -19,7 +22,7 @@ import numpy as np
 from minidist.device.backend import dtype
 from minidist.errors import ConfigError, DataError
 from minidist.files import open_regular
-from minidist.reading import Count, convert, decoded
+from minidist.reading import Count, convert, decoded, read_json
 
 _DTYPES = {
     "F64": "float64",
@@ -34,6 +37,8 @@ _DTYPES = {
     "BOOL": "bool",
 }
 _MOST_HEAD = 100_000_000  # bytes, the limit of the format
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 class _Entry(msgspec.Struct):
@@ -106,3 +111,84 @@ class WeightsFile:
         if count != array.nbytes:
             raise DataError(f"{self.path}: {name} is not whole; the file is damaged or cut off")
         return array
+
+
+class _Index(msgspec.Struct):
+    """The index of several files."""
+
+    weight_map: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
+
+
+class WeightsFiles:
+    """The arrays of several safetensors files in one folder, which an index names.
+
+    Attributes: path (of the index); shapes: {name: shape}, in the order of the index.
+    Raises:  DataError, one line, if the index or a file cannot be read, is damaged or is missing,
+             or if a file does not hold exactly the arrays that the index says.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            places: dict[str, str] = read_json(self.path, _Index, most=_MOST_HEAD)["weight_map"]
+        except OSError as error:
+            raise DataError(f"{self.path}: {error.strerror or error}") from error
+        except ConfigError as error:
+            raise DataError(f"{self.path}: is no index of safetensors files: {error}") from error
+        files = {name: self._open(name) for name in sorted(set(places.values()))}
+        for name, place in places.items():
+            if name not in files[place].shapes:
+                raise DataError(f"{self.path}: says that {place} holds {name[:200]!r}; it does not")
+        for place, file in files.items():
+            for name in file.shapes:
+                if places.get(name) != place:
+                    raise DataError(
+                        f"{self.path}: {place} holds {name[:200]!r}, and the index does not say so"
+                    )
+        self._files = {name: files[place] for name, place in places.items()}
+        self.shapes = {name: file.shapes[name] for name, file in self._files.items()}
+
+    def _open(self, name: str) -> WeightsFile:
+        """Return the file `name` beside the index. Raises: DataError."""
+        is_plain = name.isprintable() and not {"/", "\\"} & set(name)
+        if not is_plain or not name.endswith(".safetensors"):
+            raise DataError(
+                f"{self.path}: names the file {name[:200]!r}; a file lies beside the index, and its "
+                "name ends in .safetensors"
+            )
+        place = self.path.parent / name
+        if not os.path.lexists(place):
+            raise DataError(
+                f"{self.path}: names {name[:200]}, which is not beside it; add that file"
+            )
+        return WeightsFile(place)
+
+    def dtype_of(self, name: str) -> np.dtype:
+        """Return the dtype of an array."""
+        return self._files[name].dtype_of(name)
+
+    def has(self, kind: str) -> bool:
+        """Return whether an array has this dtype."""
+        return any(file.has(kind) for file in self._files.values())
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a copy of an array. Raises: DataError if it cannot be read."""
+        return self._files[name].read(name)
+
+
+Weights = WeightsFile | WeightsFiles
+
+
+def open_weights(path: str | Path) -> Weights:
+    """Return the arrays of a safetensors file, of the files that an index (.json) names, or of a
+    folder with either: model.safetensors, else model.safetensors.index.json.
+
+    Raises:  DataError, as WeightsFile and WeightsFiles; DataError too for a folder with neither.
+    """
+    place = Path(path)
+    if place.is_dir():
+        found = [name for name in (FILE, INDEX) if os.path.lexists(place / name)]
+        if not found:
+            raise DataError(f"{place}: holds neither {FILE} nor {INDEX}; name the file of weights")
+        place = place / found[0]
+    return WeightsFiles(place) if place.suffix == ".json" else WeightsFile(place)

@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from published import VOCABULARY, WIDTH, gpt2_logits, gpt2_weights, write_gpt2
+from published import (
+    VOCABULARY,
+    WIDTH,
+    gpt2_logits,
+    gpt2_weights,
+    llama_weights,
+    write_gpt2,
+    write_llama,
+    write_shards,
+)
 from safetensors.numpy import load_file
 
 from minidist.cli import main
@@ -37,6 +46,21 @@ def test_ids_in_and_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main([*common, "--seed", "1"]) == main([*common, "--seed", "1"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == second
+
+
+def test_a_model_in_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = llama_weights()
+    file = write_llama(tmp_path / "one", weights)
+    index = write_shards(tmp_path / "two", weights)
+    for place in (file, file.parent, index, index.parent):
+        options = ["--ids", "3,1,4", "--tokens", "6", "--temperature", "0"]
+        assert main(["sample", "--weights", str(place), *options]) == 0
+    assert len(set(capsys.readouterr().out.splitlines())) == 1
+    (index.parent / "model-00002-of-00002.safetensors").unlink()
+    assert main(["sample", "--weights", str(index.parent), "--ids", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "names model-00002-of-00002.safetensors, which is not beside it; add that file" in said
+    assert said.count("\n") == 1
 
 
 class FakeTokenizer:

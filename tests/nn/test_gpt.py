@@ -8,7 +8,7 @@ import pytest
 from minidist import optim
 from minidist.data import text
 from minidist.errors import ConfigError, DtypeError, ShapeError
-from minidist.nn import GPT, DropoutKey, GPTConfig
+from minidist.nn import GPT, DropoutKey, GPTConfig, RopeScaling
 from minidist.nn.gpt import pick
 
 VARIANTS: list[dict[str, Any]] = [
@@ -236,6 +236,12 @@ def test_generation_refuses(first: list[int], temperature: float) -> None:
         ({"context": True}, "context is True"),
         ({"kv_heads": 0}, "kv_heads is 0"),
         ({"positions": "absolute"}, "positions is 'absolute'; choose learned or rotary"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0; it must be a finite number above 0"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan; it must be a finite number above 0"),
+        (
+            {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8192), "positions": "learned"},
+            "rope_scaling is for rotary positions, and these are learned; leave it out",
+        ),
         ({"norm": "batch"}, "layer or rms"),
         ({"activation": "relu"}, "gelu or silu"),
         ({"dropout": 1.0}, r"dropout is 1.0"),

@@ -6,7 +6,7 @@ import pytest
 from minidist import optim
 from minidist.autograd.tensor import Parameter
 from minidist.device.backend import device_of, to_device, to_host
-from minidist.nn import GPT, GPTConfig
+from minidist.nn import GPT, GPTConfig, RopeScaling
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +33,8 @@ def test_gpt(positions: str, context: int, pattern: str | None) -> None:
         positions=positions,
         dtype="float64",
         attention_pattern=pattern,
+        norm_eps=0.01,
+        rope_scaling=RopeScaling(8.0, 0.02, 0.5, 12) if positions == "rotary" else None,
     )
     ids = np.random.default_rng(0).integers(0, 7, (3, context))
     ours = GPT(config)

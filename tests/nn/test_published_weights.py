@@ -2,6 +2,7 @@
 give, out again with the same bytes, and one line for each file that is no such model."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from published import (
     HIDDEN,
     KEY_HEADS,
     LAYERS,
+    LLAMA3,
     LLAMA_CONFIG,
     VOCABULARY,
     WIDTH,
@@ -26,11 +28,12 @@ from published import (
     llama_weights,
     write_gpt2,
     write_llama,
+    write_shards,
 )
 from safetensors.numpy import load_file, save_file
 
 from minidist.errors import ConfigError, DataError, MinidistError
-from minidist.nn import GPT, GPTConfig, MixtureConfig
+from minidist.nn import GPT, GPTConfig, MixtureConfig, RopeScaling
 from minidist.nn.published_weights import (
     Published,
     load_published,
@@ -56,6 +59,14 @@ def test_the_logits_are_those_of_gpt2s_formulas(tmp_path: Path) -> None:
     model = load_published(write_gpt2(tmp_path, weights))
     expected = gpt2_logits(weights, IDS)
     assert expected.std() > 1
+    np.testing.assert_allclose(logits(model), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_another_epsilon_of_gpt2_is_computed(tmp_path: Path) -> None:
+    weights = gpt2_weights("float64")
+    model = load_published(write_gpt2(tmp_path, weights, layer_norm_epsilon=0.25))
+    expected = gpt2_logits(weights, IDS, eps=0.25)
+    assert abs(expected - gpt2_logits(weights, IDS)).max() > 1e-3
     np.testing.assert_allclose(logits(model), expected, rtol=1e-11, atol=1e-11)
 
 
@@ -191,23 +202,78 @@ def test_the_logits_are_those_of_llamas_formulas(tmp_path: Path) -> None:
     )
 
 
-def test_llamas_logits_are_pytorchs(tmp_path: Path) -> None:
+LLAMA_3_1 = {name: value for name, value in LLAMA3.items() if name != "rope_type"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "Llama 2": {"rms_norm_eps": 1e-6},
+    "Llama 3": {"rope_theta": 500000.0},
+    "Llama 3.1": {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+    "all": {"rms_norm_eps": 0.25, "rope_theta": 50.0, "rope_scaling": LLAMA3},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_epsilon_and_rotary_settings_of_llama_are_computed(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    weights = llama_weights("float64")
+    model = load_published(write_llama(tmp_path, weights, **settings))
+    given = {
+        "eps": settings.get("rms_norm_eps", 1e-5),
+        "theta": settings.get("rope_theta", 10000.0),
+        "scaling": settings.get("rope_scaling"),
+    }
+    expected = llama_logits(weights, IDS, **given)
+    np.testing.assert_allclose(logits(model), expected, rtol=1e-11, atol=1e-11)
+    for name, default in (("eps", 1e-5), ("theta", 10000.0), ("scaling", None)):
+        if given[name] != default:
+            other = llama_logits(weights, IDS, **{**given, name: default})
+            assert abs(expected - other).max() > 1e-7, name
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_newer_files_have_rope_parameters(tmp_path: Path, theta: float) -> None:
+    for parameters, scaling in (
+        ({"rope_type": "default", "rope_theta": theta}, None),
+        ({**LLAMA3, "rope_theta": theta}, RopeScaling(**LLAMA_3_1)),
+    ):
+        file = write_llama(tmp_path, rope_theta=None, rope_parameters=parameters)
+        config = Published(file).config
+        assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+def test_numbers_that_are_missing_are_those_of_the_published_program(tmp_path: Path) -> None:
+    llama = Published(write_llama(tmp_path / "llama", rms_norm_eps=None, rope_theta=None)).config
+    assert (llama.norm_eps, llama.rope_theta, llama.rope_scaling) == (1e-6, 10000.0, None)
+    assert Published(write_gpt2(tmp_path / "gpt2", layer_norm_epsilon=None)).config.norm_eps == 1e-5
+
+
+@pytest.mark.parametrize("settings", [{}, *SETTINGS.values()], ids=["Llama", *SETTINGS])
+def test_llamas_logits_are_pytorchs(tmp_path: Path, settings: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch", reason="needs PyTorch: the extra `bench`")
     from torch.nn import functional
 
     weights = llama_weights("float64")
     w = {name: torch.from_numpy(array) for name, array in weights.items()}
-    angles = torch.outer(
-        torch.arange(CONTEXT, dtype=torch.float64),
-        10000.0 ** (-torch.arange(0, WIDTH // HEADS, 2, dtype=torch.float64) / (WIDTH // HEADS)),
-    ).repeat(1, 2)
+    each = WIDTH // HEADS
+    speeds = settings.get("rope_theta", 10000.0) ** (
+        -torch.arange(0, each, 2, dtype=torch.float64) / each
+    )
+    if "rope_scaling" in settings:
+        length = 2 * torch.pi / speeds
+        original = LLAMA3["original_max_position_embeddings"]
+        low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+        smooth = (original / length - low) / (high - low)
+        slow = speeds / LLAMA3["factor"]
+        between = torch.where(length > original / low, slow, (1 - smooth) * slow + smooth * speeds)
+        speeds = torch.where(length < original / high, speeds, between)
+    angles = torch.outer(torch.arange(CONTEXT, dtype=torch.float64), speeds).repeat(1, 2)
 
     def turned(x: Any) -> Any:
         first, second = x.chunk(2, dim=-1)
         return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
 
     def norm(x: Any, name: str) -> Any:
-        return functional.rms_norm(x, (WIDTH,), w[name], 1e-5)
+        return functional.rms_norm(x, (WIDTH,), w[name], settings.get("rms_norm_eps", 1e-5))
 
     x = functional.embedding(torch.from_numpy(IDS), w["model.embed_tokens.weight"])
     for layer in range(LAYERS):
@@ -231,15 +297,18 @@ def test_llamas_logits_are_pytorchs(tmp_path: Path) -> None:
         y = functional.silu(gate) * up
         x = x + functional.linear(y, w[f"{at}.mlp.down_proj.weight"])
     expected = functional.linear(norm(x, "model.norm.weight"), w["lm_head.weight"]).numpy()
-    model = load_published(write_llama(tmp_path, weights))
+    model = load_published(write_llama(tmp_path, weights, **settings))
     np.testing.assert_allclose(logits(model), expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_llama_out_again_has_the_same_bytes(tmp_path: Path, biased: bool, tied: bool) -> None:
+@pytest.mark.parametrize("numbers", [{}, SETTINGS["all"]], ids=["plain", "all"])
+def test_llama_out_again_has_the_same_bytes(
+    tmp_path: Path, biased: bool, tied: bool, numbers: dict[str, Any]
+) -> None:
     weights = llama_weights()
-    settings: dict[str, Any] = {"tie_word_embeddings": tied}
+    settings: dict[str, Any] = {"tie_word_embeddings": tied, **numbers}
     if tied:
         del weights["lm_head.weight"]
     if biased:
@@ -275,10 +344,33 @@ def test_llamas_biases_are_zero_unless_config_json_says_so(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rope_theta": 500000.0}, "rope_theta is 500000.0; a GPT here computes only with 10000.0"),
+        ({"rope_theta": 0}, "rope_theta is 0; it must be a finite number above 0"),
+        ({"rope_theta": "10000"}, "rope_theta is '10000'; it must be a finite number above 0"),
+        ({"rms_norm_eps": float("nan")}, "norm_eps is nan; it must be a finite number above 0"),
+        ({"rms_norm_eps": float("inf")}, "norm_eps is inf"),
+        ({"rms_norm_eps": -1e-6}, "norm_eps is -1e-06"),
+        ({"rms_norm_eps": 10**400}, "norm_eps is "),
+        ({"rms_norm_eps": True}, "norm_eps is True"),
         ({"rope_scaling": {"factor": 8.0}}, "rope_scaling is {.factor.: 8.0}; .* null"),
-        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_parameters is"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06"),
+        ({"rope_scaling": [8.0]}, r"rope_scaling is \[8.0\]; .* null"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, '"linear", .* or with rope_type "ll'),
+        ({"rope_scaling": {"rope_type": "yarn"}}, 'rope_scaling is {"rope_type": "yarn"}'),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            '"factor": 8.0}; .*low_freq_fac',
+        ),
+        ({"rope_scaling": {**LLAMA3, "mscale": 1.0}}, "rope_scaling is .*; a GPT here"),
+        ({"rope_scaling": {**LLAMA3, "factor": 0}}, "rope_scaling: factor is 0; it must be a fin"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 0.5}}, "low_freq_factor 0.5 is not below"),
+        (
+            {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8.5}},
+            "original_max_position_embeddings is 8.5; it must be a whole number",
+        ),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters has another rope_theta"),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 10000.0}},
+            "rope_scaling and rope_parameters differ; keep one",
+        ),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
         ({"model_type": "mistral"}, 'model_type is "mistral"'),
         ({"head_dim": 8}, "says head_dim=8, the weights have 6"),
@@ -303,6 +395,85 @@ def test_llamas_weights_that_are_missing_are_told(tmp_path: Path) -> None:
         weights = {other: array for other, array in llama_weights().items() if other != name}
         with pytest.raises(DataError, match=rf"{name.removeprefix('model.')} is missing"):
             Published(write_llama(tmp_path, weights))
+
+
+# ---------------------------------------------------------------------------------- several files
+
+
+@pytest.mark.parametrize("place", ["index", "folder"])
+def test_a_model_in_two_files_is_that_of_one(tmp_path: Path, place: str) -> None:
+    weights = llama_weights()
+    index = write_shards(tmp_path / "two", weights)
+    one = Published(write_llama(tmp_path / "one", weights))
+    two = Published(index if place == "index" else index.parent)
+    assert two.path == index
+    assert two.config == one.config
+    for name, array in one.state_dict().items():
+        assert np.array_equal(two.read(name), array)
+
+
+def test_a_folder_with_one_file_or_none(tmp_path: Path) -> None:
+    file = write_llama(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("not read")
+    assert Published(tmp_path).path == file
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="none: holds neither model.safetensors nor model.safet"):
+        Published(tmp_path / "none")
+
+
+SECOND = "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("[]", "index.json: is no index of safetensors files"),
+        ("{", "index.json: is no index of safetensors files"),
+        ('{"weight_map": {}}', "is no index of safetensors files"),
+        ('{"weight_map": {"a": 1}}', "is no index of safetensors files"),
+        ("[" * 100 + "]" * 100, "is no index of safetensors files"),
+        ("../" + SECOND, "names the file '../model.*; a file lies beside the index"),
+        ("/etc/" + SECOND, "names the file '/etc/model"),
+        ("a\\" + SECOND, "names the file 'a"),
+        ("a\x00.safetensors", "names the file 'a.x00.safetensors'"),
+        ("\ud800.safetensors", "names the file '.ud800.safetensors'"),
+        ("config.json", "names the file 'config.json'; .* its name ends in .safetensors"),
+        ("a" * 300 + ".safetensors", "which is not beside it"),
+        (
+            "model-00003-of-00002.safetensors",
+            "names model-00003.*, which is not beside it; add that",
+        ),
+        ("model-00001-of-00002.safetensors", "says that model-00001.* holds '.*'; it does not"),
+    ],
+)
+def test_an_index_that_cannot_be_used_is_told(tmp_path: Path, change: str, message: str) -> None:
+    index = write_shards(tmp_path, llama_weights())
+    if change[0] in "[{":
+        index.write_text(change)
+    else:
+        index.write_text(json.dumps(json.loads(index.read_text().replace(SECOND, "SECOND"))))
+        index.write_text(index.read_text().replace('"SECOND"', json.dumps(change)))
+    with pytest.raises(DataError, match=message) as told:
+        Published(index)
+    assert "\n" not in str(told.value)
+
+
+def test_a_file_of_several_that_is_gone_or_no_file_or_has_more(tmp_path: Path) -> None:
+    index = write_shards(tmp_path, llama_weights())
+    second = tmp_path / SECOND
+    held = load_file(second)
+    second.write_bytes(second.read_bytes()[:-1])
+    with pytest.raises(DataError, match=f"{SECOND}: .* is not whole"):
+        Published(index)
+    save_file({**held, "model.more": np.ones(1)}, second)
+    with pytest.raises(DataError, match="holds 'model.more', and the index does not say so"):
+        Published(index)
+    second.unlink()
+    with pytest.raises(DataError, match=f"names {SECOND}, which is not beside it; add that file"):
+        Published(index)
+    os.mkfifo(second)
+    with pytest.raises(DataError, match=f"{SECOND}: "):
+        Published(index)
 
 
 # -------------------------------------------------------------------------------------- out again
@@ -379,7 +550,7 @@ def changed(**shapes: Any) -> dict[str, np.ndarray]:
     [
         (None, {"activation_function": "gelu"}, 'activation_function is "gelu"; .*"gelu_new"'),
         (None, {"activation_function": "relu"}, 'activation_function is "relu"'),
-        (None, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06; .* 1e-05"),
+        (None, {"layer_norm_epsilon": 0.0}, "norm_eps is 0.0; it must be a finite number above 0"),
         (None, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is true"),
         (None, {"scale_attn_weights": False}, "scale_attn_weights is false"),
         (None, {"model_type": "llama"}, 'model_type is "llama"'),

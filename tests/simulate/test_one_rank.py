@@ -16,7 +16,7 @@ import pytest
 from simulated import Measured, alone, one_order, really, sent_of
 
 from minidist.errors import ConfigError, MinidistError, PlanError
-from minidist.nn import GPTConfig
+from minidist.nn import GPTConfig, RopeScaling
 from minidist.nn.attention_pattern import pattern_blocks
 from minidist.nn.config import MixtureConfig
 from minidist.observe.events import Await, Busy, GroupCall, Memory, Start, Transfer
@@ -45,7 +45,11 @@ def close(found: Measured, trace: RankTrace) -> None:
     [
         (
             Plan(dp=2, zero=1, offload="optimizer", precision="bf16"),
-            {"kv_heads": 2, "positions": "rotary"},
+            {
+                "kv_heads": 2,
+                "positions": "rotary",
+                "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32),
+            },
         ),
         (Plan(dp=2, zero=3, offload="all", precision="bf16", accumulate=2), {}),
         (

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from minidist.autograd import ops
 from minidist.autograd.ops.experts import Placement, place_rows
+from minidist.autograd.ops.rotary import RopeScaling
 from minidist.autograd.tensor import Tensor
 from minidist.device.backend import beside
 
@@ -346,8 +347,10 @@ def _(draw: Any) -> Case:
     t = draw(sizes)
     n = draw(st.sampled_from([2, 4]))
     positions = np.random.default_rng(draw(seeds)).integers(0, 1000, size=t)
+    scaling = draw(st.sampled_from([None, RopeScaling(8.0, 0.02, 0.5, 12)]))
     return Case(
-        lambda x: ops.rotary(x, beside(positions, x.data)), [normal(draw, (*draw(shapes), t, n))]
+        lambda x: ops.rotary(x, beside(positions, x.data), base=50.0, scaling=scaling),
+        [normal(draw, (*draw(shapes), t, n))],
     )
 
 

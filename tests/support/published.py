@@ -78,6 +78,21 @@ def write_llama(folder: Path, weights: dict[str, np.ndarray] | None = None, **ch
     return _write(folder, weights, LLAMA_CONFIG | changes)
 
 
+def write_shards(folder: Path, weights: dict[str, np.ndarray], **changes: Any) -> Path:
+    """Write a Llama in two files with an index, and return the path of the index."""
+    write_llama(folder, weights, **changes).unlink()
+    half = len(weights) // 2
+    places = {
+        name: f"model-0000{1 + (at >= half)}-of-00002.safetensors"
+        for at, name in enumerate(sorted(weights))
+    }
+    for place in set(places.values()):
+        save_file({name: weights[name] for name in places if places[name] == place}, folder / place)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+    return index
+
+
 def _write(folder: Path, weights: dict[str, np.ndarray], about: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     file = folder / "model.safetensors"
@@ -87,7 +102,9 @@ def _write(folder: Path, weights: dict[str, np.ndarray], about: dict[str, Any]) 
     return file
 
 
-def gpt2_logits(weights: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
+def gpt2_logits(
+    weights: dict[str, np.ndarray], ids: np.ndarray, *, eps: float = 1e-5
+) -> np.ndarray:
     """Return the logits (B, T, vocabulary) of GPT-2 in NumPy and float64, from its paper's formulas."""
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     tokens = ids.shape[1]
@@ -95,7 +112,7 @@ def gpt2_logits(weights: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         mean = x.mean(-1, keepdims=True)
         variance = ((x - mean) ** 2).mean(-1, keepdims=True)
-        return (x - mean) / np.sqrt(variance + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return (x - mean) / np.sqrt(variance + eps) * w[f"{name}.weight"] + w[f"{name}.bias"]
 
     def linear(x: np.ndarray, name: str) -> np.ndarray:
         return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
@@ -154,21 +171,59 @@ def llama_biases(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
-def llama_logits(weights: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 0.02,
+    "high_freq_factor": 0.5,
+    "original_max_position_embeddings": 12,
+}
+"""As Llama 3.1 has it, with numbers by which the three pairs of a head of width 6 turn unchanged, in
+between, and slower, where theta is 10000."""
+
+
+def llama3_speeds(each: int, theta: float, scaling: dict[str, Any] | None = None) -> np.ndarray:
+    """Return the angle between neighbouring tokens for each pair of a head: (each/2,), float64.
+
+    Written pair by pair, from the wavelengths, as Llama 3.1's published program does.
+    """
+    found = []
+    for pair in range(each // 2):
+        speed = 1.0 / theta ** (2 * pair / each)
+        if scaling is not None:
+            length = 2 * np.pi / speed
+            original = scaling["original_max_position_embeddings"]
+            low = scaling["low_freq_factor"]
+            high = scaling["high_freq_factor"]
+            if length > original / low:
+                speed = speed / scaling["factor"]
+            elif length >= original / high:
+                smooth = (original / length - low) / (high - low)
+                speed = (1 - smooth) * speed / scaling["factor"] + smooth * speed
+        found.append(speed)
+    return np.array(found)
+
+
+def llama_logits(
+    weights: dict[str, np.ndarray],
+    ids: np.ndarray,
+    *,
+    eps: float = 1e-5,
+    theta: float = 10000.0,
+    scaling: dict[str, Any] | None = None,
+) -> np.ndarray:
     """Return the logits (B, T, vocabulary) of Llama in NumPy and float64, from its paper's formulas."""
     w = {name.removeprefix("model."): array.astype(np.float64) for name, array in weights.items()}
     tokens = ids.shape[1]
     each = WIDTH // HEADS
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        result: np.ndarray = (
-            x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w[f"{name}.weight"]
-        )
+        result: np.ndarray = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * w[f"{name}.weight"]
         return result
 
     def turned(x: np.ndarray) -> np.ndarray:
         """Pairs (i, i + each/2) of a head, as complex numbers, times exp(i angle)."""
-        speeds = 10000.0 ** (-2.0 * np.arange(each // 2) / each)
+        speeds = llama3_speeds(each, theta, scaling)
         pairs = x[..., : each // 2] + 1j * x[..., each // 2 :]
         pairs = pairs * np.exp(1j * np.arange(tokens)[:, None] * speeds)
         return np.concatenate([pairs.real, pairs.imag], -1)

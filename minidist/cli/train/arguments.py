@@ -287,8 +287,9 @@ def _model(add: Add) -> None:
     add(
         "--from",
         metavar="FILE",
-        help="begin with the weights of a published model: a safetensors file with the names of "
-        "GPT-2 or Llama, and config.json beside it (or --heads); the model's sizes are the file's",
+        help="begin with the weights of a published model: a safetensors file (or the index of "
+        "several, or their folder) with the names of GPT-2 or Llama, and config.json beside it (or "
+        "--heads); the model's sizes are the file's",
     )
     add("--layers", type=positive, default=4, metavar="N", help="blocks (default: 4)")
     add("--width", type=positive, default=128, metavar="N", help="model width (default: 128)")

@@ -56,7 +56,6 @@ from functools import partial
 
 import numpy as np
 
-from minidist.autograd import ops
 from minidist.autograd.ops.attention import check_shapes, fits_kernel
 from minidist.autograd.ops.online_attention import (
     FusedGradients,
@@ -263,8 +262,8 @@ class RingSelfAttention(TokenShardAttention):
         own, D)."""
         if self.rotary:
             own = pick(positions, self.own, 0)
-            q = ops.rotary(q, own)
-            k = ops.rotary(k, own)
+            q = self.rotate(q, own)
+            k = self.rotate(k, own)
         return ring_attention(q, k, v, group=self.group, length=len(positions))
 
 

@@ -130,6 +130,8 @@ class TokenShardAttention(CausalSelfAttention):
         self.key_heads = attention.key_heads
         self.head_width = attention.head_width
         self.rotary = attention.rotary
+        self.rope_theta = attention.rope_theta
+        self.rope_scaling = attention.rope_scaling
         self.pattern = attention.pattern
         self.keeps_scores = attention.keeps_scores
         self.qkv = attention.qkv

@@ -83,8 +83,8 @@ class UlyssesSelfAttention(TokenShardAttention):
         own, D)."""
         if self.rotary:
             own = pick(positions, partial(shard_of, group=self.group), 0)
-            q = ops.rotary(q, own)
-            k = ops.rotary(k, own)
+            q = self.rotate(q, own)
+            k = self.rotate(k, own)
         shares = head_shares(self.heads, self.key_heads, self.group.size)
         q = self._swap(q, [queries for queries, _ in shares])
         k, v = (self._swap(x, [keys for _, keys in shares]) for x in (k, v))

@@ -3,8 +3,10 @@ does."""
 
 import numpy as np
 import pytest
+from published import llama3_speeds
 
 from minidist.autograd import ops
+from minidist.autograd.ops.rotary import RopeScaling, speeds
 from minidist.errors import ShapeError
 
 RNG = np.random.default_rng(0)
@@ -22,6 +24,23 @@ def test_values():
             np.testing.assert_allclose(
                 y[:, t, i + 2], x[:, t, i + 2] * c + x[:, t, i] * s, rtol=1e-12
             )
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_speeds_of_llama_3_1_and_3_2(factor):
+    """Some pairs keep their speed, some are slower by the factor, some lie in between."""
+    numbers = {
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    found = speeds(np, 128, 500000.0, RopeScaling(**numbers))
+    np.testing.assert_allclose(found, llama3_speeds(128, 500000.0, numbers), rtol=1e-13)
+    slower = llama3_speeds(128, 500000.0) / found
+    assert (slower == 1.0).sum() > 20
+    assert np.isclose(slower, factor).sum() > 20
+    assert ((slower > 1.01) & (slower < factor - 0.01)).sum() > 3
 
 
 def test_only_distances_count():

@@ -12,12 +12,14 @@ import pytest
 from helpers import run
 from published import (
     CONTEXT,
+    LLAMA3,
     VOCABULARY,
     gpt2_logits,
     gpt2_weights,
     llama_weights,
     write_gpt2,
     write_llama,
+    write_shards,
 )
 from safetensors.numpy import load_file
 
@@ -112,6 +114,40 @@ def test_a_llama_is_trained_under_every_plan_and_written_again(here: Path, optio
     again = Published("llama/model.safetensors").state_dict()
     assert all(np.array_equal(again[name], found[name]) for name in found)
     assert found["blocks.0.mlp.up.bias"].any()  # trained, so config.json says mlp_bias
+
+
+def test_llama_3_1_in_two_files_is_trained_and_written_with_its_settings(here: Path) -> None:
+    settings = {"rms_norm_eps": 0.01, "rope_theta": 500.0, "rope_scaling": LLAMA3}
+    write_shards(here / "two", llama_weights("float64"), **settings)
+    alone = load_file(train("--from", "two", out="alone") / "model.safetensors")
+    out = train(
+        *[
+            "--from",
+            "two",
+            "-n",
+            "4",
+            "--plan",
+            "tp=2,cp=2",
+            "--transport",
+            "threads",
+            "--save-every",
+            "2",
+        ]
+    )
+    found = load_file(out / "model.safetensors")
+    write_llama(here, llama_weights("float64"))
+    other = load_file(train(out="other") / "model.safetensors")
+    for name, array in found.items():
+        np.testing.assert_allclose(array, alone[name], rtol=0, atol=1e-12)
+    assert max(abs(found[name] - other[name]).max() for name in found) > 1e-4
+    (here / "llama").mkdir()
+    words = ["checkpoint", str(out), "--export", "llama/model.safetensors", "--names", "llama"]
+    assert main(words) == 0
+    about = json.loads(Path("llama/config.json").read_text())
+    assert {name: about[name] for name in settings} == settings
+    assert main(["train", "--quiet", "--resume", str(out), "--steps", "3", "--out", "again"]) == 0
+    metrics = json.loads((here / "again" / "metrics.json").read_text())
+    assert metrics["config"]["rope_scaling"]["factor"] == LLAMA3["factor"]
 
 
 def test_mixed_precision_begins_with_the_weights_as_masters(here: Path) -> None:

@@ -12,13 +12,14 @@ from training import global_batch, tiny
 import minidist as md
 from minidist.device import account
 from minidist.errors import ConfigError, KernelError, ShapeError
-from minidist.nn import GPTConfig
+from minidist.nn import GPTConfig, RopeScaling
 from minidist.nn.config import MixtureConfig
 from minidist.parallel.hybrid.cuda_graph import WARM_UP, CapturedStep, Given
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 GPT = {"dropout": 0.2, "tied": True, "heads": 1}
-LLAMA = {"positions": "rotary", "norm": "rms", "activation": "silu", "kv_heads": 1}
+LLAMA: dict[str, Any] = {"positions": "rotary", "norm": "rms", "activation": "silu", "kv_heads": 1}
+LLAMA |= {"norm_eps": 0.01, "rope_theta": 500.0, "rope_scaling": RopeScaling(8.0, 0.02, 0.5, 12)}
 
 
 @pytest.fixture
