@@ -13,7 +13,7 @@ from minidist.errors import MismatchError
 from minidist.grading import load_module
 from minidist.lessons.lab import state_difference
 from minidist.lessons.running import Break
-from minidist.optim import sum_of_squares
+from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.step import part_of
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "17")
@@ -93,9 +93,7 @@ def own_norm() -> None:
     """Clip on each tensor rank by the norm of its own part."""
 
     def spoil(trainer: Any, world: Group) -> None:
-        trainer.strategy.squares = lambda batch: sum_of_squares(
-            p.grad for p, _ in trainer.strategy.data_axis.updated()
-        )
+        trainer.strategy.counted = Counted(trainer.strategy.data_axis.parameters)
 
     compare(lab.plan_of({"dp": 1, "pp": 1, "tp": 2}), spoil, "by own norms")
 
@@ -104,12 +102,7 @@ def norm_twice() -> None:
     """Add up every rank's squares: what several ranks hold whole counts several times."""
 
     def spoil(trainer: Any, world: Group) -> None:
-        def squares(batch: Any) -> float:
-            with world.ledger.control():
-                own = sum_of_squares(p.grad for p, _ in trainer.strategy.data_axis.updated())
-                return float(world.all_reduce(np.array([own]))[0])
-
-        trainer.strategy.squares = squares
+        trainer.strategy.counted = Counted(trainer.strategy.data_axis.parameters, world)
 
     compare(
         lab.plan_of({"dp": 2, "pp": 1, "tp": 2}),

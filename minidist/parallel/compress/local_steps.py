@@ -52,7 +52,7 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
 from minidist.nn import GPT, Module
-from minidist.optim import Optimizer, squares_of
+from minidist.optim import Optimizer
 from minidist.parallel.compress.outer import (
     OF_OUTER,
     OUTERS,
@@ -63,6 +63,7 @@ from minidist.parallel.compress.outer import (
 )
 from minidist.parallel.step.flat import join, settle_in_vector, trainable, views
 from minidist.parallel.step.late_loss import LateLoss
+from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
@@ -417,7 +418,5 @@ def inner_step(
             total += float(loss.item())
     with strategy.recorder.span("optimizer"):
         zero_unused(strategy.weights)
-        strategy.precision.update(
-            optimizer, lambda: squares_of(p.grad for p in strategy.weights), lr=lr, clip=clip
-        )
+        strategy.precision.update(optimizer, Counted(strategy.weights), lr=lr, clip=clip)
     return total

@@ -60,6 +60,7 @@ from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, make_buckets
 from minidist.parallel.step.flat import trainable
+from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas, sharers
@@ -157,6 +158,7 @@ class DDP(DataAxis):
             )
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
+        self.counted = Counted(self.weights)
         self.bucket_bytes, self.buckets = bucket_bytes, make_buckets(self.weights, bucket_bytes)
         # all-reduces in progress: of buckets 0, 1, …, without a gap
         self._pending: list[Pending] = []

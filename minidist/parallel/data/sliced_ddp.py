@@ -47,7 +47,7 @@ from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.step.flat import Squares
+from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Loss
 
@@ -235,7 +235,7 @@ class SlicedDDP(DDP):
         *,
         lr: float | None,
         clip: float | None,
-        squares: Squares | None = None,
+        counted: Counted | None = None,
     ) -> None:
         """Prepare the update: each bucket is updated when one of its weights is read. Raises:
         ConfigError for a clip."""

@@ -56,14 +56,14 @@ Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training o
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
-from minidist.data.rank_batch import add_losses, add_squares
+from minidist.data.rank_batch import add_losses
 from minidist.device import account
 from minidist.device.backend import Array, index_range
 from minidist.nn import GPT
@@ -85,6 +85,7 @@ from minidist.parallel.pipeline.stages import StageModel
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.model_axis import ModelAxis, Summand, add_up
+from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Batch, Key, Part, part_of
 from minidist.parallel.step.strategy import DataAxis, PassLoop
@@ -143,7 +144,7 @@ def plain_hybrid(
 #                 (DataAxis.finish_step: a last backward of nothing); ZeRO-2 and 3 have reduced in
 #                 each backward
 #                 then add_up sums what ranks of other axes sum too: a tied table, norms, key heads
-#   conclude      with `clip`, `squares` adds up the norm over norm_group; 2.3 update; then the
+#   conclude      with `clip`, the norm of what the ranks have `counted`; 2.3 update; then the
 #                 loss's shares are gathered over loss_group
 #
 # The all-reduces of tp run inside forward and backward (tensor/tensor_layers.py).
@@ -159,6 +160,7 @@ class Hybrid(PassLoop):
     Attributes: flats_with_sums: the runs of the data axis that have a gradient to be summed over
                 ranks of other axes too.
                 summands: these gradients, each with the group that sums it.
+                counted: what this rank counts in the norm.
     """
 
     def __init__(
@@ -192,7 +194,10 @@ class Hybrid(PassLoop):
         self.loss_group = mesh["dp", "pp", "ep", "cp"]  # not tp: its ranks have the same loss
         self.everyone = mesh["dp", "pp", "ep", "cp", "tp"]
         # a whole gradient is the same along dp and cp; with ZeRO they have pieces of it
-        self.norm_group = self.everyone if data_axis.divides_state else mesh["pp", "ep", "tp"]
+        norm_group = self.everyone if data_axis.divides_state else mesh["pp", "ep", "tp"]
+        self.counted = Counted(
+            [piece for owner, piece in data_axis.updated() if self._counts(owner)], norm_group
+        )
         # others wait for a rank without rows
         self.always = data_axis.computes_without_rows or plan.ep > 1
         if pipeline is not None:
@@ -266,10 +271,10 @@ class Hybrid(PassLoop):
         """Make the update, then return the loss, as PassLoop.conclude. Ranks of tp compare their
         batches with the norm, and the others learn the result with the loss.
 
-        Cost:    as DataAxis.conclude, and add_squares with `clip`.
+        Cost:    as DataAxis.conclude, and gradient_norm with `clip`.
         """
-        squares = partial(self.squares, batch)
-        self.data_axis.update(optimizer, lr=lr, clip=clip, squares=squares)
+        counted = replace(self.counted, batch=batch)
+        self.data_axis.update(optimizer, lr=lr, clip=clip, counted=counted)
         return LateLoss(add_losses(self.loss_group, share.wait(), batch, everyone=self.everyone))
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
@@ -284,13 +289,6 @@ class Hybrid(PassLoop):
             key=own_key(self.key(part), self.tokens),
             positions=index_range(part.inputs.shape[TOKENS]),
         )
-
-    def squares(self, batch: Batch) -> float:
-        """Return the sum of the squares of the whole gradient; each number counts once. Cost: as
-        add_squares."""
-        counted = [piece for owner, piece in self.data_axis.updated() if self._counts(owner)]
-        # store: with an offload it has the gradients; without one it only adds up their squares
-        return add_squares(self.norm_group, self.store.squares(counted), batch)
 
     def _counts(self, owner: Parameter) -> bool:
         """Return whether this rank counts the gradient, or its piece of it, in the norm."""

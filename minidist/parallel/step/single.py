@@ -30,6 +30,7 @@ from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
+from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, zero_unused
@@ -78,6 +79,7 @@ class Single(DataAxis):
         self.recorder = recorder or Silent()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
+        self.counted = Counted(self.weights)
         self._late: list[LateLoss] = []  # of steps that the device may still be at
 
     def part_of(self, batch: Batch) -> Part:
