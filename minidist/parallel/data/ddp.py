@@ -220,10 +220,8 @@ class DDP(DataAxis):
     def _start_reduce(self, index: int) -> None:
         """Start the sum of a bucket whose last gradient is final; the sums before it have started
         (buckets.py says why)."""
-        bucket = self.buckets[index]
-        group = sharers(bucket.parameters, self.group)  # to announce; the scheme has it by _attach
-        self.recorder.announce(group.axis, f"all_reduce bucket {index}")
-        self._pending.append(self.scheme.start_all_reduce(index, bucket.data))
+        self.recorder.announce(self.scheme.runs[index].group.axis, f"all_reduce bucket {index}")
+        self._pending.append(self.scheme.start_all_reduce(index, self.buckets[index].data))
 
     def _attach(self) -> None:
         self.scheme.attach(
@@ -252,10 +250,6 @@ class DDP(DataAxis):
         self._attach()
         reached = set(order)
         self._left_out = [parameter for parameter in self.weights if parameter not in reached]
-
-    def updated(self) -> list[tuple[Parameter, Parameter]]:
-        """Return all parameters that learn, each whole."""
-        return [(parameter, parameter) for parameter in self.weights]
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
         """Compare weights and, in mixed precision, masters, as Strategy.check_replicas."""

@@ -24,7 +24,7 @@ notes:   N0 无并行训练, N2 显存占用分析, N4 §4
 from collections.abc import Iterable
 
 from minidist.autograd.backward import WeightGradient
-from minidist.autograd.tensor import Parameter, Tensor
+from minidist.autograd.tensor import Tensor
 from minidist.device.backend import Array
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
@@ -123,7 +123,3 @@ class Single(DataAxis):
         self.update(optimizer, lr=lr, clip=clip)
         self._late = [late for late in self._late if not late.done()] + [share]
         return share
-
-    def updated(self) -> list[tuple[Parameter, Parameter]]:
-        """Return all parameters that learn."""
-        return [(parameter, parameter) for parameter in self.weights]

@@ -324,8 +324,7 @@ class ZeroAxis(DataAxis):
 
     def updated(self) -> list[tuple[Parameter, Piece]]:
         """The parameters that learn, each with this rank's piece of it."""
-        owners = [parameter for flat in self.flats for parameter in flat.parameters]
-        return list(zip(owners, self.parameters, strict=True))
+        return [(piece.parameter, piece) for piece in self.parameters]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's. Every rank calls it.
