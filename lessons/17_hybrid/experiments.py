@@ -16,7 +16,7 @@ from minidist.nn import GPT, GPTConfig, MixtureConfig
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.pipeline.schedule_checker import clock_of
 from minidist.parallel.pipeline.schedules import make_schedule
-from minidist.parallel.step.norm import Counted, gradient_norm
+from minidist.parallel.step.step import Counted, gradient_norm
 
 CONFIG = GPTConfig(
     vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64"

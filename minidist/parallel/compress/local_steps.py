@@ -63,13 +63,13 @@ from minidist.parallel.compress.outer import (
 )
 from minidist.parallel.step.flat import join, settle_in_vector, trainable, views
 from minidist.parallel.step.late_loss import LateLoss
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.step import (
     Batch,
+    Counted,
     Loss,
     Part,
     loss_of,

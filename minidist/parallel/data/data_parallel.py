@@ -64,10 +64,9 @@ from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import cut, make_buckets
 from minidist.parallel.step.flat import join, settle_in_vector, trainable
 from minidist.parallel.step.late_loss import LateLoss
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Part, micro_parts, rows_of, zero_unused
+from minidist.parallel.step.step import Batch, Counted, Part, micro_parts, rows_of, zero_unused
 from minidist.parallel.step.strategy import Strategy
 
 

@@ -60,12 +60,11 @@ from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, make_buckets
 from minidist.parallel.step.flat import trainable
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas, sharers
 from minidist.parallel.step.scheme import GradientRun, Scheme
-from minidist.parallel.step.step import Batch, Loss, part_of, zero_unused
+from minidist.parallel.step.step import Batch, Counted, Loss, part_of, zero_unused
 from minidist.parallel.step.strategy import Collective, DataAxis
 
 

@@ -60,12 +60,12 @@ from minidist.optim import Optimizer
 from minidist.parallel.data.server_keys import Shard, keys_by_server
 from minidist.parallel.step.flat import Piece, forget
 from minidist.parallel.step.late_loss import LateLoss
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import (
     Batch,
+    Counted,
     Loss,
     Part,
     loss_of,

@@ -47,9 +47,8 @@ from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Loss
+from minidist.parallel.step.step import Counted, Loss
 
 SLICE_BYTES = 1 << 19
 """The largest size of a slice by default."""

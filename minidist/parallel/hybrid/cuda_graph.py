@@ -44,9 +44,8 @@ from minidist.nn.layers import Dropout, DropoutKey
 from minidist.optim import Adam
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.late_loss import LateLoss
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.single import Single
-from minidist.parallel.step.step import Batch, Part, micro_parts, zero_unused
+from minidist.parallel.step.step import Batch, Counted, Part, micro_parts, zero_unused
 
 WARM_UP = 2  # steps that run as they are
 _ALIGN = 256  # bytes; where CUDA's own allocations begin

@@ -56,7 +56,6 @@ Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training o
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,9 +84,8 @@ from minidist.parallel.pipeline.stages import StageModel
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.model_axis import ModelAxis, Summand, add_up
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Key, Part, part_of
+from minidist.parallel.step.step import Batch, Counted, Key, Part, part_of
 from minidist.parallel.step.strategy import DataAxis, PassLoop
 from minidist.parallel.tensor.tensor_parallel import TensorParallel
 from minidist.parallel.zero.shards import ShardStore
@@ -144,7 +142,7 @@ def plain_hybrid(
 #                 (DataAxis.finish_step: a last backward of nothing); ZeRO-2 and 3 have reduced in
 #                 each backward
 #                 then add_up sums what ranks of other axes sum too: a tied table, norms, key heads
-#   conclude      with `clip`, the norm of what the ranks have `counted`; 2.3 update; then the
+#   conclude      with `clip`, the norm of what the ranks of norm_group count; 2.3 update; then the
 #                 loss's shares are gathered over loss_group
 #
 # The all-reduces of tp run inside forward and backward (tensor/tensor_layers.py).
@@ -160,7 +158,6 @@ class Hybrid(PassLoop):
     Attributes: flats_with_sums: the runs of the data axis that have a gradient to be summed over
                 ranks of other axes too.
                 summands: these gradients, each with the group that sums it.
-                counted: what this rank counts in the norm.
     """
 
     def __init__(
@@ -194,10 +191,7 @@ class Hybrid(PassLoop):
         self.loss_group = mesh["dp", "pp", "ep", "cp"]  # not tp: its ranks have the same loss
         self.everyone = mesh["dp", "pp", "ep", "cp", "tp"]
         # a whole gradient is the same along dp and cp; with ZeRO they have pieces of it
-        norm_group = self.everyone if data_axis.divides_state else mesh["pp", "ep", "tp"]
-        self.counted = Counted(
-            [piece for owner, piece in data_axis.updated() if self._counts(owner)], norm_group
-        )
+        self.norm_group = self.everyone if data_axis.divides_state else mesh["pp", "ep", "tp"]
         # others wait for a rank without rows
         self.always = data_axis.computes_without_rows or plan.ep > 1
         if pipeline is not None:
@@ -273,8 +267,7 @@ class Hybrid(PassLoop):
 
         Cost:    as DataAxis.conclude, and gradient_norm with `clip`.
         """
-        counted = replace(self.counted, batch=batch)
-        self.data_axis.update(optimizer, lr=lr, clip=clip, counted=counted)
+        self.data_axis.update(optimizer, lr=lr, clip=clip, counted=self.counted(batch))
         return LateLoss(add_losses(self.loss_group, share.wait(), batch, everyone=self.everyone))
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
@@ -289,6 +282,11 @@ class Hybrid(PassLoop):
             key=own_key(self.key(part), self.tokens),
             positions=index_range(part.inputs.shape[TOKENS]),
         )
+
+    def counted(self, batch: Batch) -> Counted:
+        """Return what this rank counts in the norm; the ranks compare the batch with it."""
+        counted = [piece for owner, piece in self.data_axis.updated() if self._counts(owner)]
+        return Counted(counted, self.norm_group, batch)
 
     def _counts(self, owner: Parameter) -> bool:
         """Return whether this rank counts the gradient, or its piece of it, in the norm."""

@@ -77,7 +77,7 @@ from minidist.device.backend import LOW_PRECISION, Array, array_module, device_o
 from minidist.device.device_copies import bring, copy, host_bytes, mark
 from minidist.nn import GPT, Module
 from minidist.nn.weights import unround
-from minidist.optim import Optimizer, sum_of_squares
+from minidist.optim import Optimizer
 from minidist.optim.optimizer import Slot
 from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
 from minidist.parallel.step.flat import Flat, Piece
@@ -186,12 +186,6 @@ class OffDevice(ShardStore, ABC):
     def close(self) -> None:
         self.down.close()
         self.up.close()
-
-    # what the norm asks (Counted in step/norm.py)
-
-    def squares(self, pieces: Iterable[Piece]) -> float:
-        """Return the sum of the squares of some pieces' gradients, in float64."""
-        return sum_of_squares(piece.grad for piece in pieces)
 
     # what the optimizer asks (StateStore in optim/optimizer.py): Optimizer._slot, Optimizer.walk
 

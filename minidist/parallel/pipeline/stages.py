@@ -35,12 +35,11 @@ from minidist.parallel.pipeline.instructions import Instruction, RecvActivation,
 from minidist.parallel.pipeline.own_stages import OwnStages
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.model_axis import ModelAxis
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.single import Single
-from minidist.parallel.step.step import Batch, Key, Part
+from minidist.parallel.step.step import Batch, Counted, Key, Part
 from minidist.parallel.step.strategy import DataAxis, PassLoop
 
 

@@ -61,9 +61,8 @@ from minidist.nn import GPT, Module
 from minidist.nn.weights import unround
 from minidist.optim import Optimizer, clip_scale
 from minidist.parallel.precision.float8 import FORMATS, HISTORY, Float8
-from minidist.parallel.step.norm import Counted, gradient_norm
 from minidist.parallel.step.precision import Precision, Span
-from minidist.parallel.step.step import Batch
+from minidist.parallel.step.step import Batch, Counted, gradient_norm
 
 
 def plain_mixed_precision(

@@ -15,7 +15,7 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale
-from minidist.parallel.step.norm import Counted, gradient_norm
+from minidist.parallel.step.step import Counted, gradient_norm
 
 Span: TypeAlias = tuple[Parameter, Any, Any]
 """A parameter, its place in an array, and which of its elements lie there: positions, or () for

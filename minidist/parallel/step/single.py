@@ -30,10 +30,9 @@ from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, zero_unused
+from minidist.parallel.step.step import Batch, Counted, Loss, Part, loss_of, zero_unused
 from minidist.parallel.step.strategy import DataAxis
 
 

@@ -31,12 +31,11 @@ from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.step.flat import Flat, untrained
 from minidist.parallel.step.late_loss import LateLoss
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.scheme import Scheme
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
+from minidist.parallel.step.step import Batch, Counted, Loss, Part, loss_of, micro_parts, part_of
 
 
 class Collective(NamedTuple):

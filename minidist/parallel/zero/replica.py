@@ -20,12 +20,11 @@ from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, cut
 from minidist.parallel.step.flat import Flat, settle_in_vector, trainable
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.scheme import Scheme
-from minidist.parallel.step.step import Loss
+from minidist.parallel.step.step import Counted, Loss
 from minidist.parallel.step.strategy import Collective
 from minidist.parallel.zero.shards import ShardStore, ZeroAxis
 

@@ -24,7 +24,7 @@ Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded D
          §3.2.2.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,6 +41,7 @@ from minidist.device.backend import Array, array_module, to_host, widen
 from minidist.device.memory_traffic import MemoryTraffic
 from minidist.errors import ConfigError
 from minidist.nn import Module, divisors
+from minidist.optim import sum_of_squares
 from minidist.parallel.step.flat import Flat, Piece, empty_like
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
@@ -210,6 +211,11 @@ class ShardStore:
         """Yield the sums of some runs' gradients, in memory inside, as are their pieces'; what is
         written to them is kept."""
         yield [self._runs[flat].gradients for flat in flats]
+
+    def squares(self, pieces: Iterable[Piece]) -> float:
+        """Return the sum of the squares of some pieces' gradients, in float64; for pieces that name
+        their store (Counted in step/step.py)."""
+        return sum_of_squares(piece.grad for piece in pieces)
 
     def state(
         self, model: Module, flats: Sequence[Flat], *, algorithm: str

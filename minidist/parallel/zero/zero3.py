@@ -55,11 +55,10 @@ from minidist.errors import GradientError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.parallel.step.flat import Flat, Piece, trainable, untrained
-from minidist.parallel.step.norm import Counted
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas
-from minidist.parallel.step.step import Batch, Loss, part_of
+from minidist.parallel.step.step import Batch, Counted, Loss, part_of
 from minidist.parallel.step.strategy import Collective
 from minidist.parallel.zero.fsdp_units import GatherOrder, Unit, make_units
 from minidist.parallel.zero.gradient_shards import GradientShards

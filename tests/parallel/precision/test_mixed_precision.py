@@ -25,8 +25,7 @@ from minidist.nn import GPT
 from minidist.optim import SGD
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.precision.mixed_precision import DTYPES, LossScale, MixedPrecision
-from minidist.parallel.step.norm import Counted
-from minidist.parallel.step.step import part_of
+from minidist.parallel.step.step import Counted, part_of
 
 CONFIG = tiny(dtype="float32", layers=1)
 

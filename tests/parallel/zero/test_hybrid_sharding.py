@@ -16,7 +16,7 @@ from minidist.cli.train import metrics
 from minidist.errors import ConfigError
 from minidist.nn.config import divisors
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.step import norm
+from minidist.parallel.step import step as step_module
 from minidist.parallel.step.recorder import Silent
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.memory_formula import SINGLE, state_bytes
@@ -79,7 +79,7 @@ BUGS = [
     Bug("every pass is summed", GradientShards, "begin", lambda right, self, last: None),
     Bug(
         "the norm counts copies",
-        norm,
+        step_module,
         "add_squares",
         lambda right, *given: 2 * right(*given),
     ),

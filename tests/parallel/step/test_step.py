@@ -9,7 +9,7 @@ import minidist as md
 from minidist.autograd.tensor import Parameter
 from minidist.data.rank_batch import with_digests
 from minidist.optim import global_norm
-from minidist.parallel.step.norm import Counted, gradient_norm
+from minidist.parallel.step.step import Counted, gradient_norm
 
 
 def tensors(sizes: tuple[int, ...]) -> list[Parameter]:
