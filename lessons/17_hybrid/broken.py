@@ -13,8 +13,7 @@ from minidist.errors import MismatchError
 from minidist.grading import load_module
 from minidist.lessons.lab import state_difference
 from minidist.lessons.running import Break
-from minidist.optim import sum_of_squares
-from minidist.parallel.step.step import part_of
+from minidist.parallel.step.step import Counted, part_of
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "17")
 LONG = 20
@@ -93,9 +92,8 @@ def own_norm() -> None:
     """Clip on each tensor rank by the norm of its own part."""
 
     def spoil(trainer: Any, world: Group) -> None:
-        trainer.strategy.squares = lambda batch: sum_of_squares(
-            p.grad for p, _ in trainer.strategy.data_axis.updated()
-        )
+        own = Counted(trainer.strategy.data_axis.parameters)
+        trainer.strategy.counted = lambda batch: own
 
     compare(lab.plan_of({"dp": 1, "pp": 1, "tp": 2}), spoil, "by own norms")
 
@@ -104,12 +102,8 @@ def norm_twice() -> None:
     """Add up every rank's squares: what several ranks hold whole counts several times."""
 
     def spoil(trainer: Any, world: Group) -> None:
-        def squares(batch: Any) -> float:
-            with world.ledger.control():
-                own = sum_of_squares(p.grad for p, _ in trainer.strategy.data_axis.updated())
-                return float(world.all_reduce(np.array([own]))[0])
-
-        trainer.strategy.squares = squares
+        every = Counted(trainer.strategy.data_axis.parameters, world)
+        trainer.strategy.counted = lambda batch: every
 
     compare(
         lab.plan_of({"dp": 2, "pp": 1, "tp": 2}),

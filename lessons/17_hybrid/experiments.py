@@ -1,7 +1,6 @@
 """Run what lesson 17, its figure and its break-its share: plans, their weights, traffic, layout,
 memory."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
@@ -14,10 +13,10 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.lessons.lab import counting_batch
 from minidist.nn import GPT, GPTConfig, MixtureConfig
-from minidist.optim import sum_of_squares
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.pipeline.schedule_checker import clock_of
 from minidist.parallel.pipeline.schedules import make_schedule
+from minidist.parallel.step.step import Counted, gradient_norm
 
 CONFIG = GPTConfig(
     vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64"
@@ -168,20 +167,21 @@ def train(
 def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
     """Keep the norm that each step finds, and two that are wrong: of this rank's gradients; of all
     ranks' added up."""
-    strategy = trainer.strategy
-    if trainer.plan.zero or not hasattr(strategy, "squares"):
+    if trainer.plan.zero:
         return
-    find = strategy.squares
+    update = trainer.precision.update
+    parameters = list(trainer.model.parameters())
 
-    def squares(*batch: Any) -> float:
-        once = float(find(*batch))
-        own = sum_of_squares(p.grad for p in trainer.model.parameters())
-        with trainer.world.ledger.control():
-            total = float(trainer.world.all_reduce(np.array([own]))[0])
-        norms.append({"once": math.sqrt(once), "own": math.sqrt(own), "all": math.sqrt(total)})
-        return once
+    def watched(optimizer: Any, counted: Counted, **options: Any) -> None:
+        found = {
+            "once": counted,
+            "own": Counted(parameters),
+            "all": Counted(parameters, trainer.world),
+        }
+        norms.append({name: float(gradient_norm(each)) for name, each in found.items()})
+        update(optimizer, counted, **options)
 
-    strategy.squares = squares
+    trainer.precision.update = watched
 
 
 def sent_by_axis(world: Group) -> dict[str, int]:

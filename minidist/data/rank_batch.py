@@ -151,7 +151,7 @@ def targets_in(batch: Batch) -> int:
     return int(batch[1].size)
 
 
-def digests_of(batch: Batch) -> tuple[float, ...]:
+def digests_of(batch: Batch | None) -> tuple[float, ...]:
     """Return the numbers of a batch that the ranks compare: one for the inputs, one for the
     targets."""
     return batch.digests if isinstance(batch, RankBatch) else ()
@@ -289,11 +289,12 @@ def check_digests(digests: np.ndarray, ranks: Sequence[int], *, own: bool = Fals
     )
 
 
-def add_squares(group: Group, share: float, batch: Batch) -> float:
-    """Return the sum of the ranks' shares of a step's norm; note in the batch if batches differ.
+def add_squares(group: Group, share: float, batch: Batch | None) -> float:
+    """Return the sum of the ranks' squares of a step's norm; note in the batch if batches differ.
 
+    Args:    batch: None: nothing is compared.
     Cost:    one all-gather, as add_losses.
-    Returns: the same bits on every rank.
+    Returns: the same bits on every rank, added in rank order.
     """
     records = _all_records(group, share, batch)
     digests = records[:, 1:]
@@ -319,7 +320,7 @@ def add_losses(group: Group, share: float, batch: Batch, *, everyone: Group | No
     return sum_of_records(records, group)
 
 
-def share_record(share: float, batch: Batch) -> np.ndarray:
+def share_record(share: float, batch: Batch | None) -> np.ndarray:
     """Return the record that a rank sends to the others: its share of a number of the step, and its
     digests."""
     digests = digests_of(batch)
@@ -336,7 +337,7 @@ def sum_of_records(told: np.ndarray, group: Group) -> float:
     return _sum_of_shares(records)
 
 
-def _all_records(group: Group, share: float, batch: Batch) -> np.ndarray:
+def _all_records(group: Group, share: float, batch: Batch | None) -> np.ndarray:
     """Return the records of a group's ranks, one row each."""
     with group.ledger.control():
         told: np.ndarray = group.all_gather(share_record(share, batch), algorithm="ring")

@@ -52,7 +52,7 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
 from minidist.nn import GPT, Module
-from minidist.optim import Optimizer, squares_of
+from minidist.optim import Optimizer
 from minidist.parallel.compress.outer import (
     OF_OUTER,
     OUTERS,
@@ -69,6 +69,7 @@ from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.step import (
     Batch,
+    Counted,
     Loss,
     Part,
     loss_of,
@@ -417,7 +418,5 @@ def inner_step(
             total += float(loss.item())
     with strategy.recorder.span("optimizer"):
         zero_unused(strategy.weights)
-        strategy.precision.update(
-            optimizer, lambda: squares_of(p.grad for p in strategy.weights), lr=lr, clip=clip
-        )
+        strategy.precision.update(optimizer, Counted(strategy.weights), lr=lr, clip=clip)
     return total

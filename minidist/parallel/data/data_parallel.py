@@ -60,13 +60,13 @@ from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, array_module, on_gpu
 from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
-from minidist.optim import Optimizer, squares_of
+from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import cut, make_buckets
 from minidist.parallel.step.flat import join, settle_in_vector, trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Part, micro_parts, rows_of, zero_unused
+from minidist.parallel.step.step import Batch, Counted, Part, micro_parts, rows_of, zero_unused
 from minidist.parallel.step.strategy import Strategy
 
 
@@ -334,9 +334,7 @@ class DataParallel(Strategy):
             rank, failure = self._failure
             raise failure from CommError(f"on replica {rank} of {len(self.devices)}")
         with self.devices[0].recorder.span("optimizer"), on_gpu(self.devices[0].gpu):
-            self.precision.update(
-                optimizer, lambda: squares_of(p.grad for p in self.parameters), lr=lr, clip=clip
-            )
+            self.precision.update(optimizer, Counted(self.parameters), lr=lr, clip=clip)
         return LateLoss(loss)
 
     def _replica(

@@ -64,7 +64,7 @@ from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas, sharers
 from minidist.parallel.step.scheme import GradientRun, Scheme
-from minidist.parallel.step.step import Batch, Loss, part_of, zero_unused
+from minidist.parallel.step.step import Batch, Counted, Loss, part_of, zero_unused
 from minidist.parallel.step.strategy import Collective, DataAxis
 
 
@@ -157,6 +157,7 @@ class DDP(DataAxis):
             )
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
+        self.counted = Counted(self.weights)
         self.bucket_bytes, self.buckets = bucket_bytes, make_buckets(self.weights, bucket_bytes)
         # all-reduces in progress: of buckets 0, 1, …, without a gap
         self._pending: list[Pending] = []
@@ -218,10 +219,8 @@ class DDP(DataAxis):
     def _start_reduce(self, index: int) -> None:
         """Start the sum of a bucket whose last gradient is final; the sums before it have started
         (buckets.py says why)."""
-        bucket = self.buckets[index]
-        group = sharers(bucket.parameters, self.group)  # to announce; the scheme has it by _attach
-        self.recorder.announce(group.axis, f"all_reduce bucket {index}")
-        self._pending.append(self.scheme.start_all_reduce(index, bucket.data))
+        self.recorder.announce(self.scheme.runs[index].group.axis, f"all_reduce bucket {index}")
+        self._pending.append(self.scheme.start_all_reduce(index, self.buckets[index].data))
 
     def _attach(self) -> None:
         self.scheme.attach(
@@ -250,10 +249,6 @@ class DDP(DataAxis):
         self._attach()
         reached = set(order)
         self._left_out = [parameter for parameter in self.weights if parameter not in reached]
-
-    def updated(self) -> list[tuple[Parameter, Parameter]]:
-        """Return all parameters that learn, each whole."""
-        return [(parameter, parameter) for parameter in self.weights]
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
         """Compare weights and, in mixed precision, masters, as Strategy.check_replicas."""

@@ -56,15 +56,16 @@ from minidist.data.rank_batch import add_losses, targets_in
 from minidist.device.backend import array_module, dtype, to_host
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
-from minidist.optim import Optimizer, sum_of_squares
+from minidist.optim import Optimizer
 from minidist.parallel.data.server_keys import Shard, keys_by_server
-from minidist.parallel.step.flat import Piece, forget, sum_in_order
+from minidist.parallel.step.flat import Piece, forget
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import (
     Batch,
+    Counted,
     Loss,
     Part,
     loss_of,
@@ -301,7 +302,8 @@ class ParameterServer(Strategy):
         if self.serves:
             self.collect()
             with self.recorder.span("optimizer"):
-                self.precision.update(optimizer, self._squares, lr=lr, clip=clip)
+                counted = Counted(self.parameters, self.peers)
+                self.precision.update(optimizer, counted, lr=lr, clip=clip)
             self.give_back()
         else:
             share = self.gradients(batch, accumulate)
@@ -309,11 +311,6 @@ class ParameterServer(Strategy):
             self.pull()
         with self.recorder.span("loss", "communication"), self._naming_servers():
             return LateLoss(add_losses(self.group, share, batch))
-
-    def _squares(self) -> float:
-        """Return the sum of the squares of the whole gradient; on a server."""
-        own = sum_of_squares(piece.grad for piece in self.parameters)
-        return sum_in_order(self.peers, own)
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
         """Return the workers, which divide the rows: the ranks that are left, except the last ones,

@@ -47,9 +47,8 @@ from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.step.flat import Squares
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Loss
+from minidist.parallel.step.step import Counted, Loss
 
 SLICE_BYTES = 1 << 19
 """The largest size of a slice by default."""
@@ -235,7 +234,7 @@ class SlicedDDP(DDP):
         *,
         lr: float | None,
         clip: float | None,
-        squares: Squares | None = None,
+        counted: Counted | None = None,
     ) -> None:
         """Prepare the update: each bucket is updated when one of its weights is read. Raises:
         ConfigError for a clip."""

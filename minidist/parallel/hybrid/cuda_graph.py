@@ -45,10 +45,19 @@ from minidist.optim import Adam
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.single import Single
-from minidist.parallel.step.step import Batch, Part, micro_parts, zero_unused
+from minidist.parallel.step.step import Batch, Counted, Part, micro_parts, zero_unused
 
 WARM_UP = 2  # steps that run as they are
 _ALIGN = 256  # bytes; where CUDA's own allocations begin
+
+
+class CountedInPlace(Counted):
+    """Gradients in fixed places. `tensors` is the kernel's table of them: a capture can make
+    none."""
+
+    def squares(self) -> Array:
+        squares: Array = launcher("sum_of_squares")(self.tensors)
+        return squares
 
 
 class Given:
@@ -215,7 +224,7 @@ class CapturedStep:
         zero_unused(self._weights)
         trainer.precision.update(
             optimizer,
-            lambda: launcher("sum_of_squares")(self._gradients),
+            CountedInPlace(self._gradients),
             lr=self._given.there["rate"],  # type: ignore[union-attr]
             clip=trainer.clip,
         )

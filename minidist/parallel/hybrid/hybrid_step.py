@@ -56,14 +56,13 @@ Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training o
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
-from minidist.data.rank_batch import add_losses, add_squares
+from minidist.data.rank_batch import add_losses
 from minidist.device import account
 from minidist.device.backend import Array, index_range
 from minidist.nn import GPT
@@ -86,7 +85,7 @@ from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.model_axis import ModelAxis, Summand, add_up
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Key, Part, part_of
+from minidist.parallel.step.step import Batch, Counted, Key, Part, part_of
 from minidist.parallel.step.strategy import DataAxis, PassLoop
 from minidist.parallel.tensor.tensor_parallel import TensorParallel
 from minidist.parallel.zero.shards import ShardStore
@@ -143,7 +142,7 @@ def plain_hybrid(
 #                 (DataAxis.finish_step: a last backward of nothing); ZeRO-2 and 3 have reduced in
 #                 each backward
 #                 then add_up sums what ranks of other axes sum too: a tied table, norms, key heads
-#   conclude      with `clip`, `squares` adds up the norm over norm_group; 2.3 update; then the
+#   conclude      with `clip`, the norm of what the ranks of norm_group count; 2.3 update; then the
 #                 loss's shares are gathered over loss_group
 #
 # The all-reduces of tp run inside forward and backward (tensor/tensor_layers.py).
@@ -266,10 +265,9 @@ class Hybrid(PassLoop):
         """Make the update, then return the loss, as PassLoop.conclude. Ranks of tp compare their
         batches with the norm, and the others learn the result with the loss.
 
-        Cost:    as DataAxis.conclude, and add_squares with `clip`.
+        Cost:    as DataAxis.conclude, and gradient_norm with `clip`.
         """
-        squares = partial(self.squares, batch)
-        self.data_axis.update(optimizer, lr=lr, clip=clip, squares=squares)
+        self.data_axis.update(optimizer, lr=lr, clip=clip, counted=self.counted(batch))
         return LateLoss(add_losses(self.loss_group, share.wait(), batch, everyone=self.everyone))
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
@@ -285,12 +283,10 @@ class Hybrid(PassLoop):
             positions=index_range(part.inputs.shape[TOKENS]),
         )
 
-    def squares(self, batch: Batch) -> float:
-        """Return the sum of the squares of the whole gradient; each number counts once. Cost: as
-        add_squares."""
+    def counted(self, batch: Batch) -> Counted:
+        """Return what this rank counts in the norm; the ranks compare the batch with it."""
         counted = [piece for owner, piece in self.data_axis.updated() if self._counts(owner)]
-        # store: with an offload it has the gradients; without one it only adds up their squares
-        return add_squares(self.norm_group, self.store.squares(counted), batch)
+        return Counted(counted, self.norm_group, batch)
 
     def _counts(self, owner: Parameter) -> bool:
         """Return whether this rank counts the gradient, or its piece of it, in the norm."""

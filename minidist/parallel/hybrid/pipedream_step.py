@@ -53,7 +53,7 @@ class HybridPipeDream(Hybrid):
         def update() -> None:
             self.data_axis.finish_step()
             add_up(self.summands)
-            self.data_axis.update(optimizer, lr=lr, clip=None, squares=lambda: 0.0)
+            self.data_axis.update(optimizer, lr=lr, clip=None)
             self.data_axis.begin_step()
 
         self.data_axis.begin_step()

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minidist.comm.group import Group
+from minidist.data.rank_batch import add_losses
 from minidist.device import account
 from minidist.device.backend import Array
 from minidist.errors import PlanError
@@ -35,7 +36,6 @@ from minidist.optim import Optimizer
 from minidist.parallel.pipeline.instructions import BackwardInput, Schedule
 from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.stages import StagePass
-from minidist.parallel.step.flat import sum_in_order
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.step import Batch, Part, micro_parts
 
@@ -106,7 +106,7 @@ class PipeDream(Pipeline):
 
         def update() -> None:
             self.data.finish_step()
-            self.data.update(optimizer, lr=lr, clip=None, squares=lambda: 0.0)
+            self.data.update(optimizer, lr=lr, clip=None)
             self.data.begin_step()
 
         self.data.begin_step()
@@ -114,7 +114,7 @@ class PipeDream(Pipeline):
         work = StashingPass(self, parts, [part.targets.size for part in parts], update)
         self.executor.run(work)
         self.updates = work.updates
-        return LateLoss(sum_in_order(self.group, work.total / batch[1].size))
+        return LateLoss(add_losses(self.group, work.total / batch[1].size, batch))
 
 
 class StashingPass(StagePass):

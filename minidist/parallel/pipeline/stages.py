@@ -22,6 +22,7 @@ from minidist.autograd.backward import WeightGradient
 from minidist.autograd.recompute import hollow_array
 from minidist.autograd.tensor import Parameter, Tensor, is_grad_enabled
 from minidist.comm.group import Group
+from minidist.data.rank_batch import add_losses
 from minidist.device import account, backend
 from minidist.device.backend import Array, beside, index_range
 from minidist.errors import ShardError
@@ -29,17 +30,16 @@ from minidist.nn import GPT, Mixture, Module
 from minidist.nn.balance import of_stage
 from minidist.nn.layers import DropoutKey
 from minidist.nn.weight_shard import assemble
-from minidist.optim import Optimizer, sum_of_squares
+from minidist.optim import Optimizer
 from minidist.parallel.pipeline.instructions import Instruction, RecvActivation, Schedule
 from minidist.parallel.pipeline.own_stages import OwnStages
-from minidist.parallel.step.flat import sum_in_order
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.model_axis import ModelAxis
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.single import Single
-from minidist.parallel.step.step import Batch, Key, Part
+from minidist.parallel.step.step import Batch, Counted, Key, Part
 from minidist.parallel.step.strategy import DataAxis, PassLoop
 
 
@@ -409,14 +409,10 @@ class StageModel(ModelAxis, PassLoop):
     ) -> LateLoss:
         """Make the update and return the loss, as PassLoop.conclude. Cost: an all-gather of a
         float64 per rank, under `control`; with `clip` a second."""
+        counted = Counted([p for p in self.weights if self.counts(p)], self.group)
         with self.recorder.span("optimizer"):
-            self.data.update(optimizer, lr=lr, clip=clip, squares=self._squares)
-        return LateLoss(sum_in_order(self.group, share.wait()))
-
-    def _squares(self) -> float:
-        return sum_in_order(
-            self.group, sum_of_squares(p.grad for p in self.weights if self.counts(p))
-        )
+            self.data.update(optimizer, lr=lr, clip=clip, counted=counted)
+        return LateLoss(add_losses(self.group, share.wait(), batch))
 
 
 class StagePass:

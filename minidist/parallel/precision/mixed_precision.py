@@ -46,7 +46,7 @@ Source:  Micikevicius et al. 2018, "Mixed Precision Training".
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,10 +59,10 @@ from minidist.device.backend import LOW_PRECISION, Array, array_module, dtype_na
 from minidist.errors import ConfigError, GradientError
 from minidist.nn import GPT, Module
 from minidist.nn.weights import unround
-from minidist.optim import Optimizer, clip_scale, norm_of
+from minidist.optim import Optimizer, clip_scale
 from minidist.parallel.precision.float8 import FORMATS, HISTORY, Float8
 from minidist.parallel.step.precision import Precision, Span
-from minidist.parallel.step.step import Batch
+from minidist.parallel.step.step import Batch, Counted, gradient_norm
 
 
 def plain_mixed_precision(
@@ -317,7 +317,7 @@ class MixedPrecision(Precision):
     def update(
         self,
         optimizer: Optimizer,
-        squares: Callable[[], float | Array],
+        counted: Counted,
         *,
         lr: float | None,
         clip: float | None,
@@ -332,9 +332,8 @@ class MixedPrecision(Precision):
         if self.float8 is not None:
             self.float8.agree()
         scale = self.scale
-        norm = (
-            norm_of(squares()) / scale if self.loss_scale is not None or clip is not None else 0.0
-        )
+        needed = self.loss_scale is not None or clip is not None
+        norm = gradient_norm(counted) / scale if needed else 0.0
         if self.loss_scale is not None:
             norm = float(norm)
             overflow = not math.isfinite(norm)

@@ -7,10 +7,8 @@ A chunk's edges fall anywhere, also inside a parameter, so shards differ by at m
 any shapes. An optimizer is given the pieces of parameters that lie in the chunk.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.comm.chunks import bounds, spans_within
@@ -19,9 +17,6 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
 from minidist.parallel.step.replicas import sharers
-
-Squares = Callable[[], float | Array]
-"""Finds the sum of the squares of the whole gradient, the same number on every rank."""
 
 
 class Piece:
@@ -161,12 +156,3 @@ def left_out(parameter: Parameter) -> None:
         f"requires_grad of {parameter.name!r} was switched on, but it was off when "
         f"the training was set up; switch it on before, and off until it is to learn"
     )
-
-
-def sum_in_order(group: Group, value: float) -> float:
-    """Return the ranks' numbers added in rank order: the same bits on every rank and transport.
-    Counted under `control`."""
-    with group.ledger.control():
-        values = np.empty(group.size)
-        group.all_gather(np.array([value], dtype=np.float64), out=values, algorithm="ring")
-    return float(np.sum(values))

@@ -5,7 +5,7 @@ itself is the plain one: weights, gradients and arithmetic share one dtype, and 
 own masters. parallel/precision/mixed_precision.py has the other.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +14,8 @@ from minidist.autograd.backward import Surveyed, WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device.backend import Array
 from minidist.nn import Module
-from minidist.optim import Optimizer, clip_scale, norm_of
+from minidist.optim import Optimizer, clip_scale
+from minidist.parallel.step.step import Counted, gradient_norm
 
 Span: TypeAlias = tuple[Parameter, Any, Any]
 """A parameter, its place in an array, and which of its elements lie there: positions, or () for
@@ -78,7 +79,7 @@ class Precision:
     def update(
         self,
         optimizer: Optimizer,
-        squares: Callable[[], float | Array],
+        counted: Counted,
         *,
         lr: float | None,
         clip: float | None,
@@ -87,9 +88,8 @@ class Precision:
         (None: as they are).
 
         The optimizer scales as it reads, so clipping costs one pass over the gradients.
-        Args:    squares: finds the sum of the squares of the whole gradient, the same number on
-                 every rank, perhaps as an array of no dims on a GPU; called only where it is
+        Args:    counted: what this rank counts in the norm; the norm is found only where it is
                  needed, which is the same on every rank.
         """
-        scale = 1.0 if clip is None else clip_scale(norm_of(squares()), clip)
+        scale = 1.0 if clip is None else clip_scale(gradient_norm(counted), clip)
         optimizer.step(lr, scale)

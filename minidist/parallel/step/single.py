@@ -24,7 +24,7 @@ notes:   N0 无并行训练, N2 显存占用分析, N4 §4
 from collections.abc import Iterable
 
 from minidist.autograd.backward import WeightGradient
-from minidist.autograd.tensor import Parameter, Tensor
+from minidist.autograd.tensor import Tensor
 from minidist.device.backend import Array
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
@@ -32,7 +32,7 @@ from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, zero_unused
+from minidist.parallel.step.step import Batch, Counted, Loss, Part, loss_of, zero_unused
 from minidist.parallel.step.strategy import DataAxis
 
 
@@ -78,6 +78,7 @@ class Single(DataAxis):
         self.recorder = recorder or Silent()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
+        self.counted = Counted(self.weights)
         self._late: list[LateLoss] = []  # of steps that the device may still be at
 
     def part_of(self, batch: Batch) -> Part:
@@ -121,7 +122,3 @@ class Single(DataAxis):
         self.update(optimizer, lr=lr, clip=clip)
         self._late = [late for late in self._late if not late.done()] + [share]
         return share
-
-    def updated(self) -> list[tuple[Parameter, Parameter]]:
-        """Return all parameters that learn."""
-        return [(parameter, parameter) for parameter in self.weights]

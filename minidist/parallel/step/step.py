@@ -1,16 +1,18 @@
 """The common work of every strategy before and after its passes: take its part of the batch; give
-unused parameters a gradient."""
+unused parameters a gradient; find the norm of the gradient."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from minidist.autograd.tensor import Parameter, Tensor
+from minidist.comm.group import Group
 from minidist.data.rank_batch import Batch as Batch
-from minidist.data.rank_batch import RankBatch
+from minidist.data.rank_batch import RankBatch, add_squares
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
 from minidist.nn.layers import DropoutKey
+from minidist.optim import norm_of, squares_of
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,54 @@ def zero_unused(parameters: Iterable[Parameter]) -> None:
             )
             zeros[...] = 0
             parameter.grad = zeros
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The part of the whole gradient that this rank counts in the norm.
+
+    The norm is the root of the sum of squares of all numbers of the gradient; each number of the
+    model counts once:
+
+        strategy                  a rank counts                            added over
+        one process, DDP          the whole gradient                       no other rank
+        local steps               its own gradient                         no other rank
+        ZeRO                      its pieces                               the ranks of its copy
+        parameter server          a server's keys                          the servers
+        pipeline                  its stages; a tied table: first end      the stages
+        Hybrid (chapter 17)       what no other rank counts                norm_group
+
+    Attributes: tensors: parameters or pieces, whose `grad` counts; None counts as zero.
+                group: the ranks that together count each number once; None: this rank counts all.
+                batch: the ranks of the group compare it on this occasion (add_squares); None: they
+                compare nothing.
+    """
+
+    tensors: Sequence[Any]
+    group: Group | None = None
+    batch: Batch | None = None
+
+    def squares(self) -> float | Array:
+        """Return the sum of the squares of this rank's numbers; on a GPU the host does not wait."""
+        # with an offload the tensors are StoredPieces, which name their store (chapter 20)
+        store = getattr(self.tensors[0], "store", None) if self.tensors else None
+        if store is not None:
+            own: float = store.squares(self.tensors)
+            return own
+        return squares_of(tensor.grad for tensor in self.tensors)
+
+
+def gradient_norm(counted: Counted) -> float | Array:
+    """Return the norm of the whole gradient, the same bits on every rank and transport; inf or NaN
+    if a number is.
+
+    Clipping scales the gradient by it, and a loss scale finds an overflow in it. The ranks' sums
+    are float64, and are added in rank order.
+    Returns: without a group perhaps an array of no dims on a GPU: the host does not wait.
+    Cost:    with a group one all-gather of a float64 per rank, and of two more if there is a batch
+             to compare, counted under `control`.
+    """
+    squares = counted.squares()
+    if counted.group is not None:
+        squares = add_squares(counted.group, float(squares), counted.batch)
+    return norm_of(squares)

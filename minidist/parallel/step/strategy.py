@@ -28,14 +28,14 @@ from minidist.comm.group import Group
 from minidist.data.rank_batch import add_losses, targets_in
 from minidist.device.backend import Array
 from minidist.nn import Module
-from minidist.optim import Optimizer, squares_of
-from minidist.parallel.step.flat import Flat, Squares, untrained
+from minidist.optim import Optimizer
+from minidist.parallel.step.flat import Flat, untrained
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.scheme import Scheme
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
+from minidist.parallel.step.step import Batch, Counted, Loss, Part, loss_of, micro_parts, part_of
 
 
 class Collective(NamedTuple):
@@ -252,6 +252,7 @@ class DataAxis(PassLoop):
     flats: Sequence[Flat] = ()  # runs of parameters of which this rank updates chunks (ZeRO)
     # this rank belongs to the first copy of the state (with DDP: rank 0)
     first_copy = True
+    counted: Counted  # what this rank counts in the norm
     _summed = True  # this step's gradients are summed over the ranks
 
     def __init__(
@@ -356,17 +357,10 @@ class DataAxis(PassLoop):
         self.update(optimizer, lr=lr, clip=clip)
         return LateLoss(loss)
 
-    @abstractmethod
     def updated(self) -> list[tuple[Parameter, Any]]:
         """Return the parameters that learn, each with the part that this rank updates: itself, or
         with ZeRO a piece."""
-
-    def squares(self) -> float | Array:
-        """Return the sum of the squares of the whole gradient, the same number on every rank.
-
-        Cost:    none where every rank has the whole gradient, as here.
-        """
-        return squares_of(piece.grad for _, piece in self.updated())
+        return [(parameter, parameter) for parameter in self.counted.tensors]
 
     def update(
         self,
@@ -374,12 +368,12 @@ class DataAxis(PassLoop):
         *,
         lr: float | None,
         clip: float | None,
-        squares: Squares | None = None,
+        counted: Counted | None = None,
     ) -> None:
-        """Make the optimizer's step. Args: as `step`; squares: in place of this axis's, if others
-        have gradients too."""
+        """Make the optimizer's step. Args: as `step`; counted: in place of this axis's, if others
+        have gradients too. Cost: as gradient_norm, if the norm is needed."""
         with self.recorder.span("optimizer", **self.update_notes):
-            self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
+            self.precision.update(optimizer, counted or self.counted, lr=lr, clip=clip)
 
     def loss_share(self, part: Part) -> float:
         """Return the sum of the losses of some rows, as Strategy.loss_share."""

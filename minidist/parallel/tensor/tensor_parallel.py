@@ -52,7 +52,7 @@ The messages of a step, in order; each is a `TensorRegion.enter` (f) or `leave` 
                SplitOutput.loss              maxima B T; sums and the targets' logits 2 B T
     backward   head, or tied table   enter   B T h
                MLP, qkv of a block   enter   B T h each
-    clipping   Hybrid.squares                an all-gather over tp
+    clipping   gradient_norm                 an all-gather over tp
     loss       none: all ranks have it
 
 N2:158 calls this volume small. It exceeds data parallel's 2(P-1) × 12 L h² as soon as B T > 3h.

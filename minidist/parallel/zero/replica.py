@@ -19,12 +19,12 @@ from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, cut
-from minidist.parallel.step.flat import Flat, Squares, settle_in_vector, trainable
+from minidist.parallel.step.flat import Flat, settle_in_vector, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.scheme import Scheme
-from minidist.parallel.step.step import Loss
+from minidist.parallel.step.step import Counted, Loss
 from minidist.parallel.step.strategy import Collective
 from minidist.parallel.zero.shards import ShardStore, ZeroAxis
 
@@ -123,6 +123,7 @@ class ShardedReplica(ZeroAxis):
             self.store.keep(flat, weights[flat.chunk], f"bucket {index}")
         self._make_gradients()
         self.parameters = self.pieces()
+        self.counted = Counted(self.parameters, self.sharing.shard_group)
         self.arrivals = ParameterArrivals(self.flats, self.weights, self)
         self._bucket_order = BucketOrder(
             [flat.parameters for flat in self.flats],
@@ -146,13 +147,13 @@ class ShardedReplica(ZeroAxis):
         *,
         lr: float | None,
         clip: float | None,
-        squares: Squares | None = None,
+        counted: Counted | None = None,
     ) -> None:
         """The optimizer's step on this rank's pieces; then the new weights set out. Args: as
         DataAxis.update."""
         # a bucket that no forward has read may still travel
         self.arrivals.wait_for_all()
-        super().update(optimizer, lr=lr, clip=clip, squares=squares)
+        super().update(optimizer, lr=lr, clip=clip, counted=counted)
         self.arrivals.start()
 
     def collectives(self, scatters: Sequence[int]) -> list[Collective]:

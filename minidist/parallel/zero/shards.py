@@ -41,8 +41,8 @@ from minidist.device.backend import Array, array_module, to_host, widen
 from minidist.device.memory_traffic import MemoryTraffic
 from minidist.errors import ConfigError
 from minidist.nn import Module, divisors
-from minidist.optim.clip import sum_of_squares
-from minidist.parallel.step.flat import Flat, Piece, empty_like, sum_in_order
+from minidist.optim import sum_of_squares
+from minidist.parallel.step.flat import Flat, Piece, empty_like
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.scheme import GradientRun, Scheme
@@ -213,7 +213,8 @@ class ShardStore:
         yield [self._runs[flat].gradients for flat in flats]
 
     def squares(self, pieces: Iterable[Piece]) -> float:
-        """Return the sum of the squares of some pieces' gradients, in float64."""
+        """Return the sum of the squares of some pieces' gradients, in float64; for pieces that name
+        their store (Counted in step/step.py)."""
         return sum_of_squares(piece.grad for piece in pieces)
 
     def state(
@@ -329,13 +330,7 @@ class ZeroAxis(DataAxis):
 
     def updated(self) -> list[tuple[Parameter, Piece]]:
         """The parameters that learn, each with this rank's piece of it."""
-        owners = [parameter for flat in self.flats for parameter in flat.parameters]
-        return list(zip(owners, self.parameters, strict=True))
-
-    def squares(self) -> float:
-        """The sum of the squares of the whole gradient. Cost: one all-gather of a float64 a rank,
-        under `control`."""
-        return sum_in_order(self.sharing.shard_group, self.store.squares(self.parameters))
+        return [(piece.parameter, piece) for piece in self.parameters]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's. Every rank calls it.

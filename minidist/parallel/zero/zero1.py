@@ -96,7 +96,7 @@ def plain_zero1(
 #   finish_step  nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums (several
 #                copies: chapter 16; offload: chapter 20)
 #   conclude     all-gathers the loss, then calls update
-#   update       with `clip` all-gathers the squares of the norm (ZeroAxis.squares); changes this
+#   update       with `clip` all-gathers the squares of the norm (step/step.py); changes this
 #                rank's chunks; starts an all-gather per bucket (ShardedReplica.update, replica.py)
 
 

@@ -99,7 +99,7 @@ def plain_zero2(
 #                the sum goes into the shard, the buffer is freed: GradientShards.take_sum
 #   finish_step  nothing (several copies: chapter 16; offload: chapter 20)
 #   conclude     all-gathers the loss, then calls update
-#   update       with `clip` all-gathers the squares of the norm (ZeroAxis.squares); changes this
+#   update       with `clip` all-gathers the squares of the norm (step/step.py); changes this
 #                rank's chunks; starts an all-gather per bucket (ShardedReplica.update, replica.py)
 #
 # The stages of a pipeline, each of which goes backward by itself, are for chapter 17

@@ -54,11 +54,11 @@ from minidist.device.backend import Array
 from minidist.errors import GradientError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
-from minidist.parallel.step.flat import Flat, Piece, Squares, trainable, untrained
+from minidist.parallel.step.flat import Flat, Piece, trainable, untrained
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas
-from minidist.parallel.step.step import Batch, Loss, part_of
+from minidist.parallel.step.step import Batch, Counted, Loss, part_of
 from minidist.parallel.step.strategy import Collective
 from minidist.parallel.zero.fsdp_units import GatherOrder, Unit, make_units
 from minidist.parallel.zero.gradient_shards import GradientShards
@@ -206,6 +206,7 @@ class Zero3(ZeroAxis):
         self.scheme.attach([self.sharing.gradient_run(flat) for flat in self.flats])
         self.gradients = GradientShards(self, "unit part")
         self.parameters = self.pieces()
+        self.counted = Counted(self.parameters, self.sharing.shard_group)
         self._unreduced: list[Unit] = []  # their gradients have not set out in this backward
         self._largest = max((unit.nbytes for unit in self.units), default=0)
         for unit in self.units:
@@ -367,11 +368,11 @@ class Zero3(ZeroAxis):
         *,
         lr: float | None,
         clip: float | None,
-        squares: Squares | None = None,
+        counted: Counted | None = None,
     ) -> None:
         """Free the root; then update this rank's pieces. Args: as DataAxis.update."""
         self.root.free()
-        super().update(optimizer, lr=lr, clip=clip, squares=squares)
+        super().update(optimizer, lr=lr, clip=clip, counted=counted)
 
     # -------------------------------------------------------------- for checkpoints and cost tables
 

@@ -165,9 +165,9 @@ def test_a_host_read_ends_the_capture(cupy: Any, monkeypatch: pytest.MonkeyPatch
         step.step(global_batch(0, 1, config))
         for what, reads in planted.items():
 
-            def reading(optimizer: Any, squares: Any, reads: Any = reads, **options: Any) -> None:
-                reads(squares())
-                update(optimizer, squares, **options)
+            def reading(optimizer: Any, counted: Any, reads: Any = reads, **options: Any) -> None:
+                reads(counted.squares())
+                update(optimizer, counted, **options)
 
             monkeypatch.setattr(trainer.precision, "update", reading)
             with pytest.raises(

@@ -43,6 +43,7 @@ from minidist.parallel.pipeline.schedules import (
     stages_a_rank,
 )
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
+from minidist.parallel.step import step as step_module
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Part
 
@@ -199,15 +200,8 @@ def first_row_forgotten(right: Any, part: Part, count: int) -> list[Part]:
 
 BUGS = [
     Bug("table not summed", Pipeline, "sum_ends", lambda right, self: None),
-    Bug(
-        "table counted twice",
-        Pipeline,
-        "_squares",
-        lambda right, self: stages_module.sum_in_order(
-            self.group, stages_module.sum_of_squares(p.grad for p in self.weights)
-        ),
-    ),
-    Bug("own norm", stages_module, "sum_in_order", lambda right, group, value: value),
+    Bug("table counted twice", Pipeline, "counts", lambda right, self, parameter: True),
+    Bug("own norm", step_module, "add_squares", lambda right, group, share, batch: share),
     Bug("first row forgotten", pipeline_module, "micro_parts", first_row_forgotten),
     Bug(
         "microbatch divisor",

@@ -16,8 +16,8 @@ from minidist.cli.train import metrics
 from minidist.errors import ConfigError
 from minidist.nn.config import divisors
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.step import step as step_module
 from minidist.parallel.step.recorder import Silent
-from minidist.parallel.zero import shards
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.memory_formula import SINGLE, state_bytes
 from minidist.parallel.zero.shards import HybridSharding
@@ -79,9 +79,9 @@ BUGS = [
     Bug("every pass is summed", GradientShards, "begin", lambda right, self, last: None),
     Bug(
         "the norm counts copies",
-        shards,
-        "sum_in_order",
-        lambda right, group, value: 2 * right(group, value),
+        step_module,
+        "add_squares",
+        lambda right, *given: 2 * right(*given),
     ),
 ]
 

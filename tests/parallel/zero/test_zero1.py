@@ -17,9 +17,9 @@ from minidist.autograd.tensor import Parameter
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT
 from minidist.parallel.data.buckets import cut
+from minidist.parallel.step import step as step_module
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.step.step import Part, micro_parts
-from minidist.parallel.zero import shards
 from minidist.parallel.zero.replica import ParameterArrivals
 from minidist.parallel.zero.zero1 import Zero1
 
@@ -51,7 +51,12 @@ BUGS = [
         lambda right, self, part, divisor: right(self, part, divisor=divisor * 2),
         {"clip": None},
     ),
-    Bug("clips by its own norm", shards, "sum_in_order", lambda right, group, value: value),
+    Bug(
+        "clips by its own norm",
+        step_module,
+        "add_squares",
+        lambda right, group, share, batch: share,
+    ),
     Bug("keeps its weights", ParameterArrivals, "start", lambda right, self: None),
     Bug(
         "reduces each pass",
