@@ -69,6 +69,8 @@ class Call(RunningCall):
 
     started = False
     record = 0
+    phase = ""
+    axis = ""
     asked = 0.0
     began = 0.0
     _done: Any = None
@@ -84,9 +86,7 @@ class Call(RunningCall):
         side: SideStream | None = None,
     ) -> None:
         """Take the group's next number. Raises: CommError if the group cannot be used."""
-        group.guard.check()
-        group.sequence += 1
-        ledger = group.ledger
+        sequence = group.next_sequence()
         self.rank = group.rank
         self.size = group.size
         self.nodes = group.nodes
@@ -96,11 +96,10 @@ class Call(RunningCall):
         self.verb = prepared.verb
         self.algorithm = prepared.algorithm
         self.device = self.origin = device
-        self.ledger = ledger
-        self.phase, self.axis = ledger.labels(group.axis)
+        self.ledger = group.ledger
         self.group_axis = group.axis
-        self.signature = Signature(group.id, group.sequence, *prepared[:7])
-        self.meta = group.sequence.to_bytes(8, "big") + prepared.header
+        self.signature = Signature(group.id, sequence, *prepared[:7])
+        self.meta = sequence.to_bytes(8, "big") + prepared.header
         self._group = group
         self._transport = group.transport
         self.board = group.board
@@ -109,7 +108,7 @@ class Call(RunningCall):
         self.messages = 0
         self.sent_to: dict[int, int] = {}
         self.side = side
-        if ledger.watchers:
+        if self.ledger.watchers:
             self.asked = time.perf_counter()
         if side is None:
             self.work = work

@@ -110,7 +110,6 @@ class Members:
                 tiers          its layout on nodes, if several nodes hold several ranks; else None
                 board          memory that all its ranks share, or None
                 id, tag        64 bits, the same on every rank; the tag of its collectives' messages
-                sequence       the number of its newest collective call, from 1
                 prepared       the calls that it has prepared, for when they are repeated
                 transport, guard   for the lower layers
     """
@@ -150,8 +149,18 @@ class Members:
         places = places or [transport.reserve_board()] * self.size
         self.board = transport.open_board(self.world_ranks, places) if self.size > 1 else None
         self.guard = GroupGuard(axis, self.world_rank)
-        self.sequence = 0
         self.prepared = PreparedCalls()
+        self._sequence = 0
+
+    def next_sequence(self) -> int:
+        """Take and return the number of the next collective call. A call takes it when it is made.
+
+        Returns: a number, from 1.
+        Raises:  CommError if the group cannot be used: closed, failed, or in a forked child.
+        """
+        self.guard.check()
+        self._sequence += 1
+        return self._sequence
 
     def rank_in(self, name: str, rank: int) -> int:
         """Check a rank that a caller has passed.
