@@ -98,6 +98,7 @@ class Call(RunningCall):
         self.device = self.origin = device
         self.ledger = group.ledger
         self.group_axis = group.axis
+        # its fields from verb to where
         self.signature = Signature(group.id, sequence, *prepared[:7])
         self.meta = sequence.to_bytes(8, "big") + prepared.header
         self._group = group
