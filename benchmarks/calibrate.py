@@ -45,7 +45,9 @@ from minidist.bench.jobs import (
     start_workers,
     worker_arguments,
 )
+from minidist.comm import call_site
 from minidist.comm.calls.call import Call
+from minidist.comm.calls.prepared import prepare
 from minidist.comm.chunks import split
 from minidist.comm.cost.link_model import NETWORK, LinkCost, LinkWork, Sample, fit
 from minidist.comm.group import Group
@@ -212,12 +214,13 @@ def measuring(world: Group) -> Measure:
             for _ in range(STEPS):
                 step(call, send, into)
 
+        prepared = prepare(world.id, "calibrate", kind, work, call_site.caller())
         seconds = []
         for _ in range(repeats + 2):  # two to warm up
             into.fill(0)
             world.barrier()
             start = time.perf_counter()
-            call = Call(world, "calibrate", kind, work)
+            call = Call(world, prepared, work)
             with call:
                 work(call)
             seconds.append(time.perf_counter() - start)

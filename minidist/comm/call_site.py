@@ -53,7 +53,8 @@ def caller_at(depth: int) -> str:
         return caller(sys._getframe(1))
     program = entry.f_back
     if program is not None and id(entry.f_code) in _ENTRIES and id(program.f_code) not in _ENTRIES:
-        return _place_of(program)
+        known = _PLACES.get((id(program.f_code), program.f_lasti))
+        return _place_of(program) if known is None else known[0]
     return caller(sys._getframe(1))
 
 

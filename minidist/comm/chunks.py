@@ -19,9 +19,15 @@ def bounds(length: int, size: int) -> tuple[int, ...]:
     return tuple(rank * short + min(rank, longer) for rank in range(size + 1))
 
 
+@lru_cache(maxsize=256)
+def slices(length: int, size: int) -> tuple[slice, ...]:
+    """Return the slices of the `size` chunks. Cached, as bounds."""
+    return tuple(slice(start, stop) for start, stop in pairwise(bounds(length, size)))
+
+
 def split(array: np.ndarray, size: int) -> list[np.ndarray]:
     """Return views of the `size` chunks along the first dim."""
-    return [array[start:stop] for start, stop in pairwise(bounds(len(array), size))]
+    return list(map(array.__getitem__, slices(len(array), size)))
 
 
 def longest(length: int, size: int) -> int:

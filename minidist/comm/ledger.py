@@ -102,6 +102,13 @@ class Ledger(Observer):
         self._times = times
         self._choose_observers()
 
+    def on_made(self, call: ObservedCall, begun: bool) -> None:
+        # a queued call is reported again, by the worker, which has labels of its own
+        if not call.axis:
+            here = self._here
+            call.phase = here.phase or self._phase
+            call.axis = "control" if here.in_control else call.group_axis
+
     def on_end(self, call: ObservedCall, failed: bool) -> None:
         self.record(
             call.axis,

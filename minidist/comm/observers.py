@@ -18,12 +18,12 @@ from minidist.comm.signature import Signature
 
 
 class ObservedCall(Protocol):
-    """The fields of a call (calls/call.py) that an observer may read; it may set `record` and
-    `began`.
+    """The fields of a call (calls/call.py) that an observer may read; it may set `record`,
+    `phase`, `axis` and `began`.
 
     Attributes: signature, verb, algorithm, size, world_ranks, meta: of the call, and its header
-                group_axis  the axis of its group; `axis`: the axis under which it is counted
-                phase       of the ledger, when the call was made
+                group_axis  the axis of its group
+                phase, axis under which the ledger counts it; "" until the ledger has set them
                 started     whether the program continues while a worker carries it out
                 nbytes, messages, sent_to   sent so far, in total, and bytes by world rank
                 record      its number in the flight recorder, 0: none yet

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minidist.comm import call_site
 from minidist.comm.calls.buffers import (
     OutputArray,
     Rows,
@@ -26,10 +27,12 @@ from minidist.comm.calls.buffers import (
 )
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.members import Members
+from minidist.comm.calls.prepared import PreparedCall, prepare
 from minidist.comm.calls.reduction import UFUNCS, Reduction, reduction
-from minidist.comm.chunks import bounds
+from minidist.comm.chunks import split
 from minidist.comm.collectives.select import ALGORITHMS, ALONE, choose
 from minidist.comm.device_lane import SideStream
+from minidist.comm.signature import Shape
 from minidist.device.backend import is_array
 from minidist.errors import ConfigError, DtypeError, ShapeError
 
@@ -49,24 +52,21 @@ class CallDevice(NamedTuple):
 
 # for most calls; made once, because a NamedTuple takes half a microsecond
 ON_HOST = CallDevice("cpu", "cpu", None)
+_GATHERS = ("gather", "all_gather")
 
 
-class Prepared(NamedTuple):
-    """The prepared parts of a call in which each rank has one array.
+class Ready(NamedTuple):
+    """The parts of a call in which each rank has one array.
 
-    Fields: array     the argument, contiguous, on the algorithm's device
+    Fields: prepared  the part that a repeated call shares
+            array     the argument, contiguous, on the algorithm's device
             result    the array of the result
-            name      of the algorithm
-            function  the algorithm
-            reduction the reduction of the ranks' arrays, or None
     """
 
+    prepared: PreparedCall
     place: CallDevice
     array: np.ndarray
     result: OutputArray
-    name: str
-    function: Callable[..., Any]
-    reduction: Reduction | None
 
 
 def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str) -> Call:
@@ -107,18 +107,17 @@ def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm:
                 kept[...] = own
         return result.deliver(None, device)
 
-    return Call(
-        group,
+    prepared = prepare(
+        group.id,
         verb,
         name,
-        work,
-        deliver,
+        function,
+        call_site.caller_at(1),
         root=root,
-        device=device_of(x, out),
-        side=place.side,
         dtype=getattr(model, "dtype", None),
         shape=getattr(model, "shape", None),
     )
+    return Call(group, prepared, work, deliver, device=device_of(x, out), side=place.side)
 
 
 def reduced(
@@ -126,46 +125,38 @@ def reduced(
 ) -> Call:
     """Return the call of a reduce or all_reduce; without a root every rank gets the result."""
     has_result = root is None or root == group.rank
-    ready = _prepare(group, verb, x, out if has_result else None, algorithm, op)
-    array = ready.array if ready.result.out is None else apart(ready.array, ready.result.target)
-    total = _flat(ready.result.array(array.shape, array.dtype)) if has_result else None
-    work = partial(ready.function, x=_flat(array), out=total, op=ready.reduction)
+    prepared, place, array, result = _ready(
+        group, verb, x, out if has_result else None, algorithm, op, root
+    )
+    if result.out is not None:
+        array = apart(array, result.target)
+    total = result.array(array.shape, array.dtype) if has_result else None
+    if array.ndim != 1:
+        array = array.reshape(-1)
+        total = None if total is None else total.reshape(-1)
     return Call(
         group,
-        verb,
-        ready.name,
-        work if root is None else partial(work, root=root),
-        ready.result.deliver if has_result else _nothing,
-        op=op,
-        root=root,
-        dtype=array.dtype,
-        shape=array.shape,
-        device=ready.place.device,
-        side=ready.place.side,
+        prepared,
+        partial(prepared.function, x=array, out=total),
+        result.deliver if has_result else _nothing,
+        device=place.device,
+        side=place.side,
     )
 
 
 def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
     """Return the call of a reduce_scatter: its result is chunk `rank` of all_reduce's result."""
-    ready = _prepare(group, "reduce_scatter", x, out, algorithm, op)
-    array = ready.array
-    flat = _flat(array)
-    start, stop = bounds(len(flat), group.size)[group.rank : group.rank + 2]
-    mine = flat[start:stop]
-    chunk = ready.result.array(mine.shape, array.dtype)
+    prepared, place, array, result = _ready(group, "reduce_scatter", x, out, algorithm, op)
+    flat = array if array.ndim == 1 else array.reshape(-1)
+    mine = split(flat, group.size)[group.rank]
+    chunk = result.array(mine.shape, array.dtype)
     return Call(
         group,
-        "reduce_scatter",
-        ready.name,
-        partial(
-            ready.function, x=apart(flat, ready.result.target, mine), out=chunk, op=ready.reduction
-        ),
-        ready.result.deliver,
-        op=op,
-        dtype=array.dtype,
-        shape=array.shape,
-        device=ready.place.device,
-        side=ready.place.side,
+        prepared,
+        partial(prepared.function, x=apart(flat, result.target, mine), out=chunk),
+        result.deliver,
+        device=place.device,
+        side=place.side,
     )
 
 
@@ -174,30 +165,23 @@ def gathered(
 ) -> Call:
     """Return the call of a gather or all_gather; without a root every rank gets the result."""
     has_result = root is None or root == group.rank
-    ready = _prepare(group, verb, x, out if has_result else None, algorithm)
-    result = ready.result
-    own = ready.array if ready.array.ndim else ready.array.reshape(1)  # a number is one row
-    function = ready.function if root is None else partial(ready.function, root=root)
-
-    # The ranks' blocks may differ in length. All must agree on their sum, the length of `out`.
-    length = None if result.out is None or not result.target.ndim else result.target.shape[0]
+    prepared, place, array, result = _ready(
+        group, verb, x, out if has_result else None, algorithm, root=root
+    )
+    own = array if array.ndim else array.reshape(1)  # a number is one row
 
     def work(call: Call) -> None:
         rows = Rows(result, own, call.size) if has_result else None
         block = own if rows is None else rows.put_own(call.rank)
-        function(call, own=block, rows=rows)
+        prepared.function(call, own=block, rows=rows)
 
     return Call(
         group,
-        verb,
-        ready.name,
+        prepared,
         work,
         result.deliver if has_result else _nothing,
-        root=root,
-        dtype=own.dtype,
-        shape=(length, *own.shape[1:]),
-        device=ready.place.device,
-        side=ready.place.side,
+        device=place.device,
+        side=place.side,
     )
 
 
@@ -218,43 +202,101 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
         results[group.rank].array(own.shape, own.dtype)[...] = own
         return [result.deliver(None, device) for result in results]
 
+    prepared = prepare(
+        group.id, "all_to_all", name, function, call_site.caller_at(1), dtype=parts[0].dtype
+    )
     return Call(
         group,
-        "all_to_all",
-        name,
+        prepared,
         partial(function, parts=parts, place=lambda rank: results[rank].array),
         deliver,
         device=place.device,
         side=place.side,
-        dtype=parts[0].dtype,
     )
 
 
 def barrier(group: Members, algorithm: str) -> Call:
     """Return the call of a barrier."""
-    return Call(group, "barrier", *_choose(group, "barrier", algorithm, "cpu"))
+    name, function = _choose(group, "barrier", algorithm, "cpu")
+    prepared = prepare(group.id, "barrier", name, function, call_site.caller_at(1))
+    return Call(group, prepared, function)
 
 
-def _prepare(
-    group: Members, verb: str, x: Any, out: Any, algorithm: str, op: str | None = None
-) -> Prepared:
-    """Return the prepared parts of a call to which each rank brings one array; `op`: a reduction,
-    where all arrays have one length."""
-    if type(x) is not np.ndarray:  # saves a call for most arguments
-        x = from_caller(verb, x)
+def _ready(
+    group: Members,
+    verb: str,
+    x: Any,
+    out: Any,
+    algorithm: str,
+    op: str | None = None,
+    root: int | None = None,
+) -> Ready:
+    """Return the parts of a call to which each rank brings one array; `op`: a reduction, where all
+    arrays have one length.
+
+    If this line of the program has made the same call with the same kind of arrays before, its
+    checks are known to pass and its choices are known: only `out` is checked again.
+    """
+    # call chain: _ready < the verb, above < Group's method
+    where = call_site.caller_at(2)
+    if not (
+        type(x) is np.ndarray
+        and x.flags.c_contiguous
+        and (out is None or type(out) is np.ndarray)
+        and isinstance(algorithm, str)
+        and (op is None or isinstance(op, str))
+    ):
+        return _checked(group, verb, x, out, algorithm, op, root, where)
+    shape = None if out is None else out.shape
+    key = (verb, algorithm, op, root, where, x.dtype, x.shape, shape)
+    prepared = group.prepared.get(key)
+    if prepared is None:
+        ready = _checked(group, verb, x, out, algorithm, op, root, where)
+        group.prepared.keep(key, ready.prepared)
+        return ready
+    return Ready(prepared, ON_HOST, x, OutputArray(verb, out))
+
+
+def _checked(
+    group: Members,
+    verb: str,
+    x: Any,
+    out: Any,
+    algorithm: str,
+    op: str | None,
+    root: int | None,
+    where: str,
+) -> Ready:
+    """Return the parts of a call that the group has not prepared: check its arguments, and choose
+    the device and the algorithm."""
+    x = from_caller(verb, x)
     place = _place(group, algorithm, x, op=op)
     array = argument(verb, x, place.where)
     # a reduction's result has the argument's shape, so its array is made now, not on the side
-    result = OutputArray(verb, out, place.where, None if op is not None else place.side)
-    how = None if op is None else _reduction(verb, op, array, group)
-    model = None if op is None else array
-    name, function = _choose(group, verb, algorithm, place.where, model, op)
-    return Prepared(place, array, result, name, function, how)
-
-
-def _flat(array: np.ndarray) -> np.ndarray:
-    """Return a contiguous array as 1-D: itself, if it is."""
-    return array if array.ndim == 1 else array.reshape(-1)
+    gathers = verb in _GATHERS
+    result = OutputArray(verb, out, place.where, place.side if gathers else None)
+    options: dict[str, Any] = {} if root is None else {"root": root}
+    shape: Shape = array.shape
+    if gathers:
+        # The ranks' blocks may differ in length. All must agree on their sum, the length of `out`.
+        length = None if result.out is None or not result.target.ndim else result.target.shape[0]
+        shape = (length, *array.shape[1:])
+        name, function = _choose(group, verb, algorithm, place.where)
+    else:
+        options["op"] = _reduction(verb, op, array, group)
+        name, function = _choose(group, verb, algorithm, place.where, array, op)
+    prepared = prepare(
+        group.id,
+        verb,
+        name,
+        partial(function, **options),
+        where,
+        op=op,
+        root=root,
+        dtype=array.dtype,
+        shape=shape,
+    )
+    return Ready(prepared, place, array, result)
 
 
 def _nothing(returned: Any, device: str | None) -> None:

@@ -178,6 +178,11 @@ def test_bool_follows_numpys_ufuncs():
             "op=<ufunc 'add'> must be a name",
         ),
         (
+            {"verb": "all_reduce", "x": 1.0, "op": None},
+            ConfigError,
+            "op=None must be a name",
+        ),
+        (
             {"verb": "all_reduce", "x": 1.0, "algorithm": ["ring"]},
             ConfigError,
             r"no algorithm \['ring'\]; choose auto",

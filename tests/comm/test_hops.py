@@ -16,7 +16,7 @@ from minidist.comm.ledger import Ledger
 
 FUNCTIONS = 8
 FILES = 6
-ENTERED = 49
+ENTERED = 30
 PACKAGE = str(Path(minidist.__file__).parent)
 
 

@@ -238,7 +238,7 @@ class OutputArray:
         if out is not None and backend.device_of(out) == self.device and out.flags.c_contiguous:
             array = out
         else:
-            xp = backend.module_for(self.device)
+            xp = np if self.device == "cpu" else backend.module_for(self.device)
             if self.side is None or self.device == "cpu":
                 array = xp.empty(shape, dtype)
             else:
@@ -253,6 +253,8 @@ class OutputArray:
         `device`."""
         assert self._array is not None, "array() comes before deliver()"
         if self.out is None:
+            if device == self.device == "cpu":  # saves a call for most results
+                return self._array
             return backend.to_device(self._array, device or "cpu")
         if self._array is not self.target:
             self.target[...] = backend.to_device(self._array, backend.device_of(self.target))

@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm import call_site
 from minidist.comm.calls.buffers import Place, PlaceOf, address_of
 from minidist.comm.calls.header import CallHeader
 from minidist.comm.calls.members import Members
+from minidist.comm.calls.prepared import PreparedCall
 from minidist.comm.device_lane import SideStream
 from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import RunningCall
 from minidist.comm.native import Native
 from minidist.comm.observers import CallMessage, MessageWatch, ObservedTransfer
-from minidist.comm.signature import BlockHeader, Signature, dtype_code, pack_block
+from minidist.comm.signature import BlockHeader, Signature, pack_block
 from minidist.comm.transport import Reduce, ShortReceive
 from minidist.device import account
 from minidist.errors import CommError, MismatchError
@@ -69,6 +69,8 @@ class Call(RunningCall):
 
     started = False
     record = 0
+    phase = ""
+    axis = ""
     asked = 0.0
     began = 0.0
     _done: Any = None
@@ -76,44 +78,29 @@ class Call(RunningCall):
     def __init__(
         self,
         group: Members,
-        verb: str,
-        algorithm: str,
+        prepared: PreparedCall,
         work: Work,
         deliver: Deliver = _as_returned,
         *,
-        op: str | None = None,
-        root: int | None = None,
-        dtype: np.dtype | None = None,
-        shape: tuple[int | None, ...] | None = None,
         device: str | None = "cpu",
         side: SideStream | None = None,
     ) -> None:
-        ledger = group.ledger
+        """Take the group's next number. Raises: CommError if the group cannot be used."""
+        sequence = group.next_sequence()
         self.rank = group.rank
         self.size = group.size
         self.nodes = group.nodes
         self.world_ranks = group.world_ranks
         self.next_rank = group.next_rank
         self.prev_rank = group.prev_rank
-        self.verb = verb
-        self.algorithm = algorithm
+        self.verb = prepared.verb
+        self.algorithm = prepared.algorithm
         self.device = self.origin = device
-        self.ledger = ledger
-        self.phase, self.axis = ledger.labels(group.axis)
+        self.ledger = group.ledger
         self.group_axis = group.axis
-        self.signature = Signature(
-            group.id,
-            group.next_sequence(),
-            verb,
-            algorithm,
-            op,
-            root,
-            None if dtype is None else dtype_code(dtype),
-            shape,
-            # call chain: __init__ < the verb (verbs.py) < Group's method
-            call_site.caller_at(2),
-        )
-        self.meta = b"".join(self.signature.pack())
+        # its fields from verb to where
+        self.signature = Signature(group.id, sequence, *prepared[:7])
+        self.meta = sequence.to_bytes(8, "big") + prepared.header
         self._group = group
         self._transport = group.transport
         self.board = group.board
@@ -122,7 +109,7 @@ class Call(RunningCall):
         self.messages = 0
         self.sent_to: dict[int, int] = {}
         self.side = side
-        if ledger.watchers:
+        if self.ledger.watchers:
             self.asked = time.perf_counter()
         if side is None:
             self.work = work

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minidist.comm.calls.prepared import PreparedCalls
 from minidist.comm.cost.critical_path import tiers
 from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Tag, Transport
@@ -109,6 +110,7 @@ class Members:
                 tiers          its layout on nodes, if several nodes hold several ranks; else None
                 board          memory that all its ranks share, or None
                 id, tag        64 bits, the same on every rank; the tag of its collectives' messages
+                prepared       the calls that it has prepared, for when they are repeated
                 transport, guard   for the lower layers
     """
 
@@ -147,6 +149,7 @@ class Members:
         places = places or [transport.reserve_board()] * self.size
         self.board = transport.open_board(self.world_ranks, places) if self.size > 1 else None
         self.guard = GroupGuard(axis, self.world_rank)
+        self.prepared = PreparedCalls()
         self._sequence = 0
 
     def next_sequence(self) -> int:

@@ -80,27 +80,29 @@ def reduce_around(
     step 1   c1 -> r1    c2 -> r2    c0 -> r0
 
     Args:    chunks    this rank's values, cut in P; only read.
-             partials  P-1 arrays: the destination of each step's sum; the last is chunk `rank` of
-                       the result. The same array may be used again two steps later, and may be the
-                       chunk that is added (in place).
+             partials  P arrays: partials[c] takes the sum of chunk c up to this rank;
+                       partials[rank] is the result, partials[prev_rank] is not used. The same array
+                       may be used again two steps later, and may be the chunk that is added (in
+                       place).
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Each arriving chunk is
              added straight from the receive buffer to this rank's own and written once: no copy, no
              allocation.
     """
     outgoing = chunks[call.prev_rank]
-    for step, partial in enumerate(partials):
+    for step in range(call.size - 1):
         incoming = (call.rank - 2 - step) % call.size
         own = chunks[incoming]
+        partial = partials[incoming][: len(own)]
         call.exchange(
             call.next_rank,
             outgoing,
             call.prev_rank,
-            partial[: len(own)],
+            partial,
             op.into(own),
             step=first_step + step,
             chunk=(incoming + 1) % call.size,
         )
-        outgoing = partial[: len(own)]
+        outgoing = partial
 
 
 def gather_around(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> None:
@@ -139,7 +141,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
         sums = split(out[start : start + length], call.size)
         step = 2 * number * (call.size - 1)
         chunks = split(x[start : start + length], call.size)
-        reduce_around(call, chunks, in_their_places(call, sums), op, first_step=step)
+        reduce_around(call, chunks, sums, op, first_step=step)
         if op.op == "mean":
             op.finish(sums[call.rank], sums[call.rank])
         gather_around(call, sums, first_step=step + call.size - 1)
@@ -156,17 +158,14 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
         op.finish(out, out)
 
 
-def in_their_places(call: Call, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the `partials` of reduce_around that put each partial sum at the place of its
-    chunk."""
-    return [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 1)]
-
-
 def reduce_chunks(call: Call, chunks: Sequence[np.ndarray], out: np.ndarray, op: Reduction) -> None:
     """Run reduce_around for P >= 2 chunks of any lengths; keep only the sum of chunk `rank`, in
     `out`."""
     spare = [call.workspace(max(map(len, chunks)), out.dtype) for _ in range(min(2, call.size - 2))]
-    reduce_around(call, chunks, [*(spare[step % 2] for step in range(call.size - 2)), out], op)
+    partials = [out] * call.size
+    for step in range(call.size - 2):
+        partials[(call.rank - 2 - step) % call.size] = spare[step % 2]
+    reduce_around(call, chunks, partials, op)
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:

@@ -83,7 +83,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     row = SubsetCall(call, form.row_of(call.rank))
     column = SubsetCall(call, form.column_of(call.rank), first_step=form.columns - 1)
     sums = split(out, form.columns)
-    ring.reduce_around(row, split(x, form.columns), ring.in_their_places(row, sums), op)
+    ring.reduce_around(row, split(x, form.columns), sums, op)
     ring.all_reduce(column, sums[row.rank], sums[row.rank], op)
     ring.gather_around(row, sums, first_step=form.columns + 2 * form.rows - 3)
 

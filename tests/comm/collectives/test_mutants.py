@@ -72,9 +72,11 @@ def one_chunk_skipped(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction)
 def one_step_left_out(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     sums = split(out, call.size)
     own = split(x, call.size)
-    ring.reduce_around(
-        call, own, [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 2)], op
-    )
+    outgoing = own[call.prev_rank]
+    for step in range(call.size - 2):
+        chunk = (call.rank - 2 - step) % call.size
+        call.exchange(call.next_rank, outgoing, call.prev_rank, sums[chunk], op.into(own[chunk]))
+        outgoing = sums[chunk]
     ring.gather_around(call, sums)
 
 

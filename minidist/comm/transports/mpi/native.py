@@ -32,7 +32,9 @@ class MpiCall(Operation):
     def __init__(
         self, engine: Engine, request: MPI.Request, arrays: object, others: tuple[int, ...]
     ) -> None:
-        super().__init__(engine, engine.world_rank, Tag(0, 0))
+        self.engine = engine
+        self.peer = engine.world_rank
+        self.tag = Tag(0, 0)
         self.request = request
         self.arrays = arrays
         self.others = others
@@ -126,7 +128,7 @@ class MpiNative(Native):
         except MPI.Exception as error:
             raise CommError(f"rank {self._engine.world_rank}: MPI: {error}") from error
         with self._engine.lock:
-            self._engine.begin()
+            self._engine.unfinished += 1
             self._engine.calls.append(call)
         call.wait()
 

@@ -44,16 +44,14 @@ def _nap(deadline: float) -> float:
 
 class Operation(Handle):
     """A transfer in progress; str() describes what it waits for. Engine.finish writes `error` and
-    `finished` once."""
+    `finished` once. A subclass sets engine, peer and tag."""
 
+    engine: "Engine"
+    peer: int
+    tag: Tag
     incoming = False  # whether it is a message from the peer
-
-    def __init__(self, engine: "Engine", peer: int, tag: Tag) -> None:
-        self.engine = engine
-        self.peer = peer
-        self.tag = tag
-        self.finished = False
-        self.error: Exception | None = None
+    finished = False
+    error: Exception | None = None
 
     def wait(self) -> None:
         if not self.finished:
@@ -96,7 +94,7 @@ class Engine(Transport):
         self._leading = self._asleep = False  # a thread leads; it sleeps, or is about to
         self._led = 0  # number of times a thread has waited, or passed
         self._followers = 0
-        self._unfinished = 0  # transfers started and not finished
+        self.unfinished = 0  # transfers started and not finished; under the lock
         self._closing = self._helper_awake = False
         self._helper_call = threading.Event()
         self._helper = threading.Thread(
@@ -173,7 +171,7 @@ class Engine(Transport):
             self._leading = False
             if self._followers:
                 self._turn.notify_all()
-            elif self._unfinished and not self._helper_awake:
+            elif self.unfinished and not self._helper_awake:
                 self._call_helper()
 
     def _lead(self, operation: Operation, deadline: float) -> None:
@@ -257,15 +255,12 @@ class Engine(Transport):
     # --- the life of an operation: under the lock
     # --------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Count a transfer as begun."""
-        self._unfinished += 1
-
     def finish(self, operation: Operation, error: Exception | None = None) -> None:
-        """Mark a begun transfer as complete, or as failed with `error`; wake the followers."""
+        """Mark a transfer, counted in `unfinished`, as complete, or as failed with `error`; wake the
+        followers."""
         operation.error = error
         operation.finished = True
-        self._unfinished -= 1
+        self.unfinished -= 1
         if self._asleep:  # another thread leads, and may be waiting for just this
             self._wake()
         if self._followers:
@@ -287,7 +282,7 @@ class Engine(Transport):
             time.sleep(pause)
             with self.lock:
                 self._helper_awake = (
-                    self._unfinished > 0 and not self._leading and self.waits.error is None
+                    self.unfinished > 0 and not self._leading and self.waits.error is None
                 )
             if self._helper_awake:
                 moved = self._led == led and self._step_up() and self._pass_until_still()

@@ -2,8 +2,9 @@
 link, and the peer at its end."""
 
 from abc import ABC, abstractmethod
-from collections import deque
-from typing import TypeVar
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -72,7 +73,9 @@ class Send(Operation):
     def __init__(
         self, engine: Engine, peer: int, tag: Tag, view: np.ndarray, prefix: bytes
     ) -> None:
-        super().__init__(engine, peer, tag)
+        self.engine = engine
+        self.peer = peer
+        self.tag = tag
         self.prefix = prefix
         self.payload = view.view(np.uint8)
         self.sent = 0
@@ -92,7 +95,9 @@ class Receive(Operation):
     def __init__(
         self, engine: Engine, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None
     ) -> None:
-        super().__init__(engine, peer, tag)
+        self.engine = engine
+        self.peer = peer
+        self.tag = tag
         self.accept = accept
         self.reduce = reduce
 
@@ -183,11 +188,11 @@ class Frame:
 Item = TypeVar("Item", Receive, Frame)
 
 
-class ByTag(dict[Tag, "deque[Item]"]):
+class ByTag(defaultdict[Tag, "deque[Item]"]):
     """First-in-first-out queues by tag; a tag without items takes no memory."""
 
-    def put(self, tag: Tag, item: Item) -> None:
-        self.setdefault(tag, deque()).append(item)
+    def __init__(self) -> None:
+        super().__init__(deque)
 
     def take(self, tag: Tag) -> Item | None:
         """Remove and return the oldest item of `tag`, or None."""
@@ -236,3 +241,14 @@ class Peer:
         """True if there is something to read: a message with a receive, or the rest of a refused
         one."""
         return bool(self.receives) or self.frame is not None
+
+
+class Peers(dict[int, Peer]):
+    """The peers of a rank, by world rank. Raises: CommError for a rank without a link."""
+
+    def __init__(self, world_rank: int, links: Mapping[int, ByteLink]) -> None:
+        super().__init__((rank, Peer(rank, link)) for rank, link in links.items())
+        self._world_rank = world_rank
+
+    def __missing__(self, rank: int) -> NoReturn:
+        raise CommError(f"rank {self._world_rank} of {len(self) + 1} has no link to rank {rank}")

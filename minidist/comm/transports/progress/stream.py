@@ -29,7 +29,7 @@ from minidist.comm.health.wait_state import Waits
 from minidist.comm.transport import Accept, Reduce, ShortReceive, Tag
 from minidist.comm.transports.progress import frames
 from minidist.comm.transports.progress.engine import LEFT, Engine, yield_core
-from minidist.comm.transports.progress.message import ByteLink, Frame, Peer, Receive, Send
+from minidist.comm.transports.progress.message import ByteLink, Frame, Peer, Peers, Receive, Send
 from minidist.errors import CommError, LinkLostError, PeerLostError
 
 UNEXPECTED_LIMIT = 256 << 20  # maximum bytes of buffered messages from one peer
@@ -48,14 +48,14 @@ class StreamTransport(Engine):
         self.waits = Waits(self.counts, self.reads, self.resent)
         # the leader raises the error, and wakes the followers
         self.waits.ends.append(lambda error: self._wake())
-        self._peers = {rank: Peer(rank, link) for rank, link in links.items()}
+        self._peers = Peers(world_rank, links)
         self._active: dict[int, Peer] = {}  # peers with a transfer that is new or unfinished
 
     # --- starting
     # ----------------------------------------------------------------------------------------------------
 
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
-        to = self._peer(peer)
+        to = self._peers[peer]
         header = frames.pack_header(frames.MESSAGE, tag, meta, view.nbytes, to.link.align)
         taken = 0
         with self.lock:
@@ -69,7 +69,7 @@ class StreamTransport(Engine):
                 return _SENT
             send = Send(self, peer, tag, view, header)
             send.sent = taken
-            self.begin()
+            self.unfinished += 1
             to.outgoing.append(send)
             while to.outgoing and self._push(to):
                 pass
@@ -83,7 +83,7 @@ class StreamTransport(Engine):
         sends: Sequence[tuple[int, np.ndarray, bytes]],
         receives: Sequence[ShortReceive],
     ) -> tuple[list[Handle], list[bool]] | None:
-        peers = [self._peer(receive.peer) for receive in receives]
+        peers = [self._peers[receive.peer] for receive in receives]
         if any(
             receive.nbytes > peer.link.short for receive, peer in zip(receives, peers, strict=True)
         ):
@@ -148,19 +148,19 @@ class StreamTransport(Engine):
     def start_recv(
         self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None
     ) -> Handle:
-        source = self._peer(peer)
+        source = self._peers[peer]
         receive = Receive(self, peer, tag, accept, reduce)
         with self.lock:
-            self.begin()
+            self.unfinished += 1
             source.receives.add(receive)
-            early = source.unexpected.take(tag)
+            early = source.unexpected.take(tag) if source.unexpected else None
             if early is not None:
                 source.unexpected_bytes -= early.header.nbytes
                 early.receive = receive  # the leader delivers it, unless the frame is settled
             elif source.mute is not None:
                 self._end(source, receive, self._lost(source, source.mute))
             else:
-                source.posted.put(tag, receive)
+                source.posted[tag].append(receive)
             delivers = early is not None and early.settled
             if not receive.finished:
                 self._attend(source)
@@ -169,14 +169,6 @@ class StreamTransport(Engine):
         if peer in self.lost and not receive.finished:
             self._await_last_words(source)
         return receive
-
-    def _peer(self, rank: int) -> Peer:
-        peer = self._peers.get(rank)
-        if peer is None:
-            raise CommError(
-                f"rank {self.world_rank} of {self.world_size} has no link to rank {rank}"
-            )
-        return peer
 
     def _attend(self, peer: Peer) -> None:
         """Make the leader, or the helper, serve this peer, because a new transfer could not finish
@@ -288,7 +280,7 @@ class StreamTransport(Engine):
                 "sends"
             )
         peer.unexpected_bytes += nbytes
-        peer.unexpected.put(tag, frame)
+        peer.unexpected[tag].append(frame)
         frame.keep()
 
     def _settle(self, peer: Peer, frame: Frame) -> None:
@@ -358,7 +350,7 @@ class StreamTransport(Engine):
     def lose(self, error: PeerLostError) -> None:
         assert error.world_rank is not None
         self.lost[error.world_rank] = error
-        self._await_last_words(self._peer(error.world_rank))
+        self._await_last_words(self._peers[error.world_rank])
 
     def _await_last_words(self, peer: Peer) -> None:
         """Read the remaining messages of a lost peer for a moment; then fail the receives that wait

@@ -172,7 +172,9 @@ class SharedBoard(Board):
 
 class BoardWait(Operation):
     def __init__(self, transport: Engine, board: SharedBoard) -> None:
-        super().__init__(transport, (board.missing() or [transport.world_rank])[0], Tag(0, 0))
+        self.engine = transport
+        self.peer = (board.missing() or [transport.world_rank])[0]
+        self.tag = Tag(0, 0)
         self.board = board
 
     def peers(self) -> tuple[int, ...]:

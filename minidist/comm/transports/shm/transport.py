@@ -286,7 +286,7 @@ class ShmTransport(PolledTransport):
         wait = BoardWait(self, board)
         peers = [self._peers[rank] for rank in board.missing()]
         with self.lock:
-            self.begin()
+            self.unfinished += 1
             self._waits.append(wait)
             for peer in peers:
                 peer.awaited += 1

@@ -59,7 +59,7 @@ def test_what_is_there_is_taken(kind):
             np.testing.assert_array_equal(received(zero, size), second)
         assert zero.counts() == ({1: len(SIZES)}, {1: len(SIZES)})
         assert one.counts() == ({0: len(SIZES)}, {0: len(SIZES)})
-        assert not zero._unfinished and not one._unfinished and not zero._leading
+        assert not zero.unfinished and not one.unfinished and not zero._leading
 
 
 @on_every_link
