@@ -236,7 +236,9 @@ def load_module(path: Path, name: str) -> ModuleType:
     label = f"minidist_lesson_{name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(label, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file; expected something like exercise.py")
+        raise ConfigError(
+            f"{path} is not a Python file; give a file whose name ends in .py, for example exercise.py"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[label] = module  # dataclasses look their module up while it is being made
     spec.loader.exec_module(module)
@@ -259,10 +261,10 @@ def require_python(file: Path, advice: str) -> None:
                 else f"cannot read {name}: {error.strerror}"
             )
         else:
-            why = f"{name} is no Python text: {error}"
+            why = f"{name} is not Python source: {error}"
         raise ConfigError(f"{why}; {advice}") from None
     if file.suffix != ".py":
-        raise ConfigError(f"{name} is not a Python file, whose name ends in .py; {advice}")
+        raise ConfigError(f"{name} is not a Python file: its name must end in .py; {advice}")
 
 
 def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:

@@ -134,8 +134,8 @@ class Stretch(Node):
         edges = [] if last is None else behind(last, begin)[1]
         if _weights(edges) != _weights(self.edges):
             raise GradientError(
-                f"recompute: {_name(self.call.func)} used other weights the second time; "
-                f"what it does must depend on its arguments alone"
+                f"recompute: {_name(self.call.func)} used other weights in the second run; its "
+                "result must depend only on its arguments"
             )
         return result
 

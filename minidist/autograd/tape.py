@@ -209,8 +209,7 @@ class Op(Generic[Result]):
         for argument in arguments:
             if argument not in self.arguments and argument != self.variadic:
                 raise GradientError(
-                    f"{self.name} has no argument {argument!r}; it takes "
-                    f"{', '.join(self.arguments)}"
+                    f"{self.name} has no argument {argument!r}; it has {', '.join(self.arguments)}"
                 )
 
         def register(function: GradientFunction) -> GradientFunction:

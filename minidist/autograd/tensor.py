@@ -89,8 +89,8 @@ class Tensor:
     def __init__(self, data: Array, *, requires_grad: bool = False) -> None:
         if requires_grad and data.dtype not in backend.FLOATS:
             raise DtypeError(
-                f"only floats have gradients, not {backend.dtype_name(data.dtype)}; "
-                f"cast to float32 in this machine's byte order, or leave requires_grad off"
+                f"only floats have gradients, not {backend.dtype_name(data.dtype)}; cast to "
+                "float32 in this machine's byte order, or omit requires_grad"
             )
         self.data = data
         self.requires_grad = requires_grad
@@ -147,7 +147,7 @@ class Tensor:
         return bool(self.data)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        raise TypeError("a Tensor is not silently turned into an array; take its .data")
+        raise TypeError("a Tensor is not converted to an array implicitly; use its .data")
 
     # array + tensor asks Tensor.__radd__, instead of adding element by element
     __array_ufunc__ = None
@@ -157,7 +157,7 @@ class Tensor:
         size."""
         if self.size != 1:
             raise ShapeError(
-                f"item() takes a tensor of one number, this one has shape {self.shape}"
+                f"item() needs a tensor of one number, but this tensor has shape {self.shape}"
             )
         number: float = self.data.item()
         return number
@@ -198,7 +198,8 @@ class Tensor:
         """
         if not self.requires_grad:
             raise GradientError(
-                "register_hook: this tensor asks for no gradient, so the hook would never run"
+                "register_hook: this tensor does not require a gradient, so the hook would never "
+                "run"
             )
         hooks = (
             self.tensor_hooks if self.node is None else self.node.hooks.setdefault(self.index, [])
@@ -368,8 +369,8 @@ class Parameter(Tensor):
             self.place(array)
         elif array.shape != self.shape or array.dtype != self.dtype:
             raise ShapeError(
-                f"parameter {self.name!r} is {self.dtype} {self.shape}, and the data "
-                f"assigned to it {array.dtype} {array.shape}; they must agree"
+                f"parameter {self.name!r} is {self.dtype} {self.shape}, but the assigned data is "
+                f"{array.dtype} {array.shape}; dtype and shape must be the same"
             )
         else:
             self.data[...] = array
@@ -378,9 +379,9 @@ class Parameter(Tensor):
         """Raise ConfigError if a strategy would soon replace what is assigned to `data`."""
         if self.kept_by:
             raise ConfigError(
-                f"parameter {self.name!r}: its numbers are kept by {self.kept_by}, "
-                f"and data is made from them again in each step; load a checkpoint "
-                f"(Trainer.load), or set data before the training is set up"
+                f"parameter {self.name!r}: its values are kept by {self.kept_by}, which overwrites "
+                "data in each step; load a checkpoint (Trainer.load), or set data before the "
+                "training is set up"
             )
 
     def keep_by(self, keeper: str) -> None:
@@ -429,8 +430,8 @@ class Parameter(Tensor):
         """
         if view is not None and (view.shape != self.shape or view.dtype != self.dtype):
             raise ShapeError(
-                f"bind_gradient: parameter {self.name!r} is {self.dtype} {self.shape}, "
-                f"the view is {view.dtype} {view.shape}; they must agree"
+                f"bind_gradient: parameter {self.name!r} is {self.dtype} {self.shape}, but the "
+                f"view is {view.dtype} {view.shape}; dtype and shape must be the same"
             )
         self._view = view
         self._grad = None

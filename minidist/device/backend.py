@@ -158,8 +158,7 @@ def on_gpu(number: int | None) -> Any:
     cuda = module_for("cuda").cuda
     if number >= (count := cuda.runtime.getDeviceCount()):
         raise DeviceError(
-            f"GPU {number}: there {'is' if count == 1 else 'are'} {count}, counted from 0; name "
-            "others"
+            f"GPU {number}: this machine has {count}, numbered from 0; choose another number"
         )
     return cuda.Device(number)
 
@@ -408,7 +407,7 @@ def _draw(
         index = xp.asarray(index)
         if index.dtype.kind not in "iu":
             raise ConfigError(
-                f"random numbers are drawn at integer positions, not {dtype_name(index.dtype)}"
+                f"positions of random numbers must be integers, not {dtype_name(index.dtype)}"
             )
     flat = index if isinstance(index, range) else index.reshape(-1)
     result = xp.empty(len(flat), kind)

@@ -60,12 +60,12 @@ class MixtureConfig:
         if self.experts < 1 or not 1 <= self.top_k <= self.experts or self.shared < 0:
             raise ConfigError(
                 f"mixture: {self.experts} experts, top_k={self.top_k}, {self.shared} shared; "
-                "needs 1 expert or more, top_k from 1 to their number, and no fewer than 0 "
-                "shared"
+                "choose 1 expert or more, top_k from 1 to the number of experts, shared 0 or more"
             )
         if self.capacity is not None and not self.capacity > 0.0:
             raise ConfigError(
-                f"mixture: capacity is {self.capacity!r}; it is above 0, or None to drop nothing"
+                f"mixture: capacity is {self.capacity!r}; it must be above 0, or None to drop no "
+                "token"
             )
         if self.balance not in BALANCES:
             raise ConfigError(
@@ -78,8 +78,8 @@ class MixtureConfig:
         ):
             raise ConfigError(
                 f"mixture: noise {self.noise!r}, balance_weight {self.balance_weight!r} and "
-                f"bias_rate {self.bias_rate!r} are 0 or more, hidden {self.hidden!r} is 1 or "
-                "more or None"
+                f"bias_rate {self.bias_rate!r} must be 0 or more; hidden {self.hidden!r} must be 1 "
+                "or more, or None"
             )
         self._check_nodes()
 
@@ -89,8 +89,8 @@ class MixtureConfig:
             min(self.nodes, default=0) < 1 or sum(self.nodes) != self.experts
         ):
             raise ConfigError(
-                f"mixture: nodes hold {self.nodes} experts; give each node 1 or more of the "
-                f"{self.experts}, or a number of nodes"
+                f"mixture: nodes is {self.nodes}; give the number of experts on each node, each 1 "
+                f"or more, {self.experts} in all, or only the number of nodes"
             )
         if isinstance(self.nodes, int) and not 1 <= self.nodes <= self.experts:
             raise ConfigError(
@@ -98,21 +98,19 @@ class MixtureConfig:
                 f"{self.experts}"
             )
         if self.node_limit is not None and self.node_limit < 1:
-            raise ConfigError(
-                f"mixture: node_limit is {self.node_limit}; a token's experts lie on 1 node or more"
-            )
+            raise ConfigError(f"mixture: node_limit is {self.node_limit}; it must be 1 or more")
         few = sum(sorted(self.node_counts)[: self.node_limit])
         if self.node_limit is not None and few < self.top_k:
             raise ConfigError(
                 f"mixture: node_limit={self.node_limit} with {self.node_counts} experts on the "
-                f"nodes can leave a token {few}, and top_k is {self.top_k}; allow more nodes, or "
-                "a smaller top_k"
+                f"nodes limits a token to {few}, but top_k is {self.top_k}; choose a larger "
+                "node_limit or a smaller top_k"
             )
         for layer in self.placement or ():
             if sorted(layer) != list(range(self.experts)):
                 raise ConfigError(
-                    f"mixture: a placement is {layer}; it names each of {self.experts} experts "
-                    "once, by number from 0"
+                    f"mixture: the placement of a layer is {layer}; it must list each of the "
+                    f"{self.experts} experts exactly once, by number from 0"
                 )
 
     @property
@@ -177,12 +175,14 @@ class GPTConfig:
             if not (type(value) is int and value >= 1) and not (
                 name in ("kv_heads", "mlp_width") and value is None
             ):
-                raise ConfigError(f"GPT: {name} is {value!r}; it must be a whole number from 1")
+                raise ConfigError(
+                    f"GPT: {name} is {value!r}; it must be a whole number, at least 1"
+                )
         placement = self.mixture and self.mixture.placement
         if placement and len(placement) != self.layers:
             raise ConfigError(
-                f"GPT: experts are placed in {len(placement)} layers, the model has "
-                f"{self.layers}; give one order of the experts for each layer"
+                f"GPT: placement lists {len(placement)} layers, but the model has {self.layers}; "
+                "give one order of the experts for each layer"
             )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -196,20 +196,21 @@ class GPTConfig:
             )
         if self.heads % self.key_heads:
             raise ConfigError(
-                f"GPT: {self.heads} heads do not divide among {self.key_heads} key and value "
-                f"heads; use kv_heads in {divisors(self.heads)}"
+                f"GPT: {self.heads} heads cannot be divided equally among {self.key_heads} key and "
+                f"value heads; use kv_heads in {divisors(self.heads)}"
             )
         if self.positions == "rotary" and self.head_width % 2:
             raise ConfigError(
-                f"GPT: rotary positions turn pairs, but heads are {self.head_width} wide (width "
-                f"{self.width} / {self.heads} heads); make that even, or use learned positions"
+                "GPT: rotary positions rotate pairs of numbers, but the width of a head is "
+                f"{self.head_width} (width {self.width} / {self.heads} heads); choose an even "
+                "width of a head, or use learned positions"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"GPT: dropout is {self.dropout!r}; it must be in [0, 1)")
         if backend.dtype(self.dtype) not in backend.FLOATS:
             raise ConfigError(
-                f"GPT: weights of dtype {self.dtype} cannot learn; "
-                f"use float64, float32, bfloat16 or float16"
+                f"GPT: weights of dtype {self.dtype} cannot be trained; use float64, float32, "
+                "bfloat16 or float16"
             )
         if self.attention_pattern is not None:
             check_pattern(self.attention_pattern, self.context)

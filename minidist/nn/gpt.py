@@ -140,7 +140,7 @@ class GPT(Module):
             if positions.shape[0] > self.config.context:
                 raise ShapeError(
                     f"GPT: sequences of {positions.shape[0]} tokens are longer than the context of "
-                    f"{self.config.context}; cut them, or build the model with a longer context"
+                    f"{self.config.context}; shorten them, or build the model with a longer context"
                 )
             x = x + self.positions(positions)
         return self.dropout(x, key)
@@ -187,8 +187,8 @@ class GPT(Module):
         """
         if not len(ids) or not temperature >= 0.0:
             raise ConfigError(
-                f"generate: needs at least one first token and temperature from 0; "
-                f"came {len(ids)} tokens, temperature {temperature!r}"
+                "generate: needs at least one token to start from, and a temperature of 0 or more; "
+                f"got {len(ids)} tokens, temperature {temperature!r}"
             )
         first = positions_in("generate", np.asarray(ids), self.config.vocabulary)
         text = np.concatenate([first, np.zeros(count, np.int64)])

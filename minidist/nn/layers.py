@@ -97,8 +97,8 @@ class Dropout(Module):
             return x if residual is None else residual + x
         if key is None:
             raise ConfigError(
-                f"dropout {self.path!r} of rate {self.rate} trains without a key; "
-                f"pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()"
+                f"dropout {self.path!r} of rate {self.rate} is in training mode but got no key; "
+                "pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()"
             )
         stream = None if key.streams is None else key.streams[self.path]
         return ops.dropout(

@@ -207,8 +207,8 @@ class Mixture(Module):
             return scores
         if key is None:
             raise ConfigError(
-                f"mixture {self.path!r} with noise {self.config.noise} trains without a key; "
-                f"pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()"
+                f"mixture {self.path!r} with noise {self.config.noise} is in training mode but got "
+                "no key; pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()"
             )
         xp = array_module(scores.data)
         tokens = xp.asarray(self.sequences.keys(key.tokens), dtype="int64")
@@ -298,7 +298,9 @@ def mixture(model: "GPT", config: MixtureConfig) -> "GPT":
     Raises:  ConfigError if the weights are drawn already.
     """
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
-        raise ConfigError("mixture: the model's weights are drawn already; make it a mixture first")
+        raise ConfigError(
+            "mixture: the model's weights are initialized already; call mixture before model.initialize"
+        )
     for layer, block in enumerate(model.blocks):
         block.mlp = Mixture(model.config, config, layer)
     model.config = replace(model.config, mixture=config)

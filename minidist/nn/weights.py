@@ -47,7 +47,7 @@ class Init:
         """
         if not name:
             raise ConfigError(
-                "a parameter has no name yet, and its values depend on it; draw through "
+                "a parameter has no name yet, and its values depend on its name; call "
                 "model.initialize(seed), or call model.assign_names() first"
             )
         xp = module_for(device)
@@ -151,12 +151,12 @@ def positions_of(shape: Sequence[int], part: Part) -> Any:
             min(part[0], part[-1]) >= 0 and max(part[0], part[-1]) < math.prod(shape)
         ):
             raise ShapeError(
-                f"positions {part} outside a tensor of shape {tuple(shape)}, {math.prod(shape)} "
-                "elements"
+                f"positions {part} are outside a tensor of shape {tuple(shape)}, "
+                f"{math.prod(shape)} elements"
             )
         return part
     if len(part) > len(shape):
-        raise ShapeError(f"{len(part)} indices for a tensor of shape {tuple(shape)}")
+        raise ShapeError(f"{len(part)} indices are too many for a tensor of shape {tuple(shape)}")
     result = np.zeros((), np.int64)
     for dim, size in enumerate(shape):
         try:

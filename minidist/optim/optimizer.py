@@ -200,13 +200,12 @@ class Optimizer(ABC):
         self.slots = [self._slot(i, weights, decay) for i, weights in enumerate(parameters)]
         if not self.slots:
             raise ConfigError(
-                f"{type(self).__name__}: no parameters to optimize; pass model.parameters()"
+                f"{type(self).__name__}: got no parameters to optimize; pass model.parameters()"
             )
         ((name, count),) = Counter(slot.name for slot in self.slots).most_common(1)
         if count > 1:
             raise ConfigError(
-                f"{type(self).__name__}: two tensors are called {name!r}; each needs a name of "
-                "its own"
+                f"{type(self).__name__}: two tensors have the name {name!r}; give each its own name"
             )
         # with an offload the tensors are StoredPieces, which name their store (chapter 20)
         self._store: StateStore | None = getattr(self.slots[0].weights, "store", None)
@@ -295,8 +294,8 @@ class Optimizer(ABC):
         ):
             raise ShapeError(
                 f"{type(self).__name__}: {slot.name} is {data.shape}, its gradient "
-                f"{gradient.shape} and its state "
-                f"{[array.shape for array in slot.state.values()]}; they must agree"
+                f"{gradient.shape} and its state {[array.shape for array in slot.state.values()]}; "
+                "all must have the same shape"
             )
         if not data.flags.c_contiguous:
             raise ConfigError(
@@ -360,7 +359,7 @@ class Optimizer(ABC):
             kind = "lacks" if wrong[0] not in arrays else "has an unexpected"
             raise DataError(
                 f"{type(self).__name__}: the saved state {kind} {wrong[0]!r} ({len(wrong)} names "
-                "differ); it comes from another optimizer or model"
+                "differ); it is from another optimizer or model"
             )
         for name, target in live.items():
             saved = arrays[name]

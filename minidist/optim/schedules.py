@@ -147,7 +147,7 @@ class LearningRate:
             self.name in ENDING or (self.name == "step" and self.every is None)
         ):
             raise ConfigError(
-                f"lr_schedule {self.name!r}: it depends on the number of steps; give steps="
+                f"lr_schedule {self.name!r}: it depends on the number of steps; pass steps="
             )
         if (
             not 0.0 <= self.floor <= 1.0

@@ -263,9 +263,9 @@ def test_state_dict_is_checked() -> None:
         (lambda p: optim.SGD(p, 0.1, weight_decay=float("inf")), "weight_decay"),
         (
             lambda p: optim.SGD(p, 0.1, nesterov=True),
-            "nesterov looks ahead along the momentum, which is 0",
+            "nesterov needs a momentum, but the momentum is 0",
         ),
-        (lambda p: optim.SGD([*p, *p], 0.1), "two tensors are called 'w0'"),
+        (lambda p: optim.SGD([*p, *p], 0.1), "two tensors have the name 'w0'"),
     ],
 )
 def test_bad_options_are_named(make: Any, says: str) -> None:

@@ -286,7 +286,7 @@ def test_new_numbers_are_refused_where_others_would_replace_them(name: str) -> N
         trainer = Trainer(Plan(**plan), config, world)
         parameter = next(trainer.model.parameters())
         with pytest.raises(
-            ConfigError, match=r"'tokens.weight': its numbers are kept by .*Trainer.load"
+            ConfigError, match=r"'tokens.weight': its values are kept by .*Trainer.load"
         ):
             parameter.data = np.zeros(parameter.shape, parameter.dtype)
         with pytest.raises(ConfigError, match="kept by"):

@@ -215,7 +215,7 @@ def swiglu(gate: Array, up: Array) -> tuple[Array, Saved]:
     Raises:  ShapeError if the shapes differ.
     """
     if gate.shape != up.shape:
-        raise ShapeError(f"swiglu: gate {gate.shape} and up {up.shape} must have one shape")
+        raise ShapeError(f"swiglu: gate {gate.shape} and up {up.shape} must have the same shape")
     fast = kernel("swiglu", gate, up)
     if fast is not None:
         return fast(gate, up), saved(gate=gate, up=up, slope=None)

@@ -149,8 +149,8 @@ def power(a: Array, exponent: float) -> tuple[Array, Saved]:
     """a ** exponent. Args: exponent: a plain number. Raises: DtypeError for anything else."""
     if not isinstance(exponent, (int, float)):
         raise DtypeError(
-            f"power: the exponent is a plain number, not {type(exponent).__name__}; "
-            f"for a tensor use exp(log(a) * exponent)"
+            f"power: the exponent must be a plain number, not {type(exponent).__name__}; for a "
+            "tensor use exp(log(a) * exponent)"
         )
     return narrow(_raise_to(widen(a), exponent), a.dtype), saved(a=a, exponent=exponent)
 

@@ -238,7 +238,8 @@ def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:
         )
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise ShapeError(
-            f"{name}: {q.shape[1]} query heads do not divide among {k.shape[1]} key heads"
+            f"{name}: {q.shape[1]} query heads cannot be divided equally among {k.shape[1]} key "
+            "heads"
         )
 
 

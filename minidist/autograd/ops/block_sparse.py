@@ -201,7 +201,7 @@ def sparse_attention(
     if blocks.shape != (count, count):
         raise ShapeError(
             f"sparse_attention: blocks {blocks.shape} of side {side}; {q.shape[2]} tokens need a "
-            f"side from 1 and {(count, count) if side > 0 else 'a square'} of blocks"
+            f"side of at least 1 and blocks of shape {(count, count) if side > 0 else '(n, n)'}"
         )
     if side == SIDE and fits_kernel(q):
         xp = array_module(q)

@@ -144,9 +144,9 @@ def _join(x: Array, dim: int, group: Group) -> Array:
     own = shard_of(len(whole), group)
     if own.stop - own.start != x.shape[dim]:
         raise ShapeError(
-            f"{group.axis} rank {group.rank} of {group.size}: a shard of {x.shape[dim]} in dim "
-            f"{dim}, but of {len(whole)} altogether it should have {own.stop - own.start}; cut "
-            "as numpy.array_split"
+            f"{group.axis} rank {group.rank} of {group.size}: the shard has {x.shape[dim]} in dim "
+            f"{dim}, but of {len(whole)} in all it must have {own.stop - own.start}; divide as "
+            "numpy.array_split does"
         )
     return xp.ascontiguousarray(xp.moveaxis(whole, 0, dim))
 
@@ -195,8 +195,8 @@ def all_to_all(
     edges = bounds(length, group.size) if counts is None else (0, *accumulate(map(int, counts)))
     if len(edges) != group.size + 1 or edges[-1] != length:
         raise ShapeError(
-            f"all_to_all: counts {list(counts or ())} for {group.size} ranks do not cut the "
-            f"{length} of dim {split}; pass one a rank, which add up to it"
+            f"all_to_all: counts {list(counts or ())} for {group.size} ranks do not divide the "
+            f"{length} of dim {split}; pass one count per rank, with the sum {length}"
         )
     y, came = _swap(x, split, join, edges, group)
     return y, saved(came=came)

@@ -99,7 +99,7 @@ def grouped_linear(x: Array, w: Array, *, counts: Sequence[int]) -> tuple[Array,
     if len(counts) != len(w) or sum(map(int, counts)) != len(x) or min(counts, default=0) < 0:
         raise ShapeError(
             f"grouped_linear: counts {list(counts)} do not fit {len(x)} rows of {len(w)} groups; "
-            f"pass one a group, which add up to the rows"
+            f"pass one count per group, with the sum {len(x)}"
         )
     y = array_module(x).empty((len(x), w.shape[2]), x.dtype)
     for group, run in _runs(counts):
@@ -156,7 +156,7 @@ def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Pla
     if chosen.ndim != 2 or (kept is not None and kept.shape != chosen.shape):
         raise ShapeError(
             f"place_rows: chosen {chosen.shape} and kept {None if kept is None else kept.shape}; "
-            f"they need one shape (tokens, choices)"
+            "both need the same shape (tokens, choices)"
         )
     xp = array_module(chosen)
     chosen = chosen.astype("int64", copy=False)

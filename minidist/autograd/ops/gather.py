@@ -49,10 +49,10 @@ def positions_in(name: str, ids: Array, count: int) -> Array:
     Raises:  DtypeError; ShapeError for positions on the host outside of 0 … count - 1.
     """
     if ids.dtype.kind not in "iu":
-        raise DtypeError(f"{name}: positions are integers, not {ids.dtype}")
+        raise DtypeError(f"{name}: positions must be integers, not {ids.dtype}")
     if device_of(ids) == "cpu" and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= count):
         raise ShapeError(
-            f"{name}: positions {int(ids.min())}..{int(ids.max())} among {count} rows; "
+            f"{name}: positions {int(ids.min())}..{int(ids.max())} in a table of {count} rows; "
             f"they must lie in 0..{count - 1}"
         )
     return ids.astype("int64", copy=False)
@@ -78,7 +78,9 @@ def embedding(table: Array, ids: Array | SortedIds) -> tuple[Array, Saved]:
     Raises:  DtypeError, ShapeError if ids on the host do not fit the table.
     """
     if table.ndim != 2:
-        raise ShapeError(f"embedding: the table has shape (vocabulary, width), not {table.shape}")
+        raise ShapeError(
+            f"embedding: the table must have shape (vocabulary, width), not {table.shape}"
+        )
     if isinstance(ids, SortedIds):
         return array_module(table).take(table, ids.ids, axis=0), saved(ids=ids)
     ids = positions_in("embedding", ids, len(table))
@@ -136,7 +138,7 @@ def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
     Raises:  DtypeError, ShapeError if dim or index do not fit x.
     """
     if not -x.ndim <= dim < x.ndim:
-        raise ShapeError(f"take: no dim {dim} in x {x.shape}")
+        raise ShapeError(f"take: x {x.shape} has no dim {dim}")
     index = positions_in("take", index, x.shape[dim])
     return _picked(x, index, dim), saved(index=index)
 

@@ -18,8 +18,8 @@ def matmul(a: Array, b: Array) -> tuple[Array, Saved]:
     """
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise ShapeError(
-            f"matmul: {a.shape} @ {b.shape}: the last dim of a must equal the one before last of "
-            "b, and both need two dims or more"
+            f"matmul: {a.shape} @ {b.shape}: the last dim of a must equal the second-to-last dim "
+            "of b, and both need at least two dims"
         )
     return multiply(a, b), saved(a=a, b=b)
 

@@ -15,7 +15,7 @@ def targets_in(name: str, logits: Array, targets: Array, vocabulary: int) -> Arr
     Raises:  DtypeError, ShapeError.
     """
     if targets.dtype.kind not in "iu":
-        raise DtypeError(f"{name}: targets are token ids, integers, not {targets.dtype}")
+        raise DtypeError(f"{name}: targets must be token ids (integers), not {targets.dtype}")
     if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
         raise ShapeError(
             f"{name}: targets {targets.shape} do not fit logits {logits.shape}; "
@@ -27,8 +27,8 @@ def targets_in(name: str, logits: Array, targets: Array, vocabulary: int) -> Arr
         and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary)
     ):
         raise ShapeError(
-            f"{name}: targets {int(targets.min())}..{int(targets.max())} outside the vocabulary, "
-            f"which allows 0..{vocabulary - 1}; logits {logits.shape}"
+            f"{name}: targets {int(targets.min())}..{int(targets.max())} are outside the "
+            f"vocabulary, which has 0..{vocabulary - 1}; logits {logits.shape}"
         )
     return targets.astype("int64", copy=False)
 

@@ -83,8 +83,8 @@ def dropout(
         )
     if key is not None:
         raise ConfigError(
-            f"dropout {name!r}: only the kernel reads its key on a GPU, and it does not take "
-            f"{dtype_name(x.dtype)} of this layout; pass seed and step alone"
+            f"dropout {name!r}: only the kernel can read a key on a GPU, and the kernel does not "
+            f"take {dtype_name(x.dtype)} of this layout; pass only seed and step"
         )
     bits = random_bits(
         f"{name}/dropout/{step}", seed, _positions(xp, x.shape, tokens, columns, width)

@@ -17,7 +17,7 @@ def _dims(dim: Dims, shape: tuple[int, ...]) -> tuple[int, ...]:
     given = range(len(shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
     for d in given:
         if not -len(shape) <= d < len(shape):
-            raise ShapeError(f"no dim {d} in an array of shape {shape}")
+            raise ShapeError(f"an array of shape {shape} has no dim {d}")
     return tuple(sorted({d % len(shape) for d in given}))
 
 

@@ -105,8 +105,8 @@ def split(
     n = x.shape[dim]
     if isinstance(sections, int) and (sections < 1 or n % sections):
         raise ShapeError(
-            f"split: dim {dim} of shape {x.shape} does not divide into {sections}; pass a list "
-            "of sizes"
+            f"split: dim {dim} of shape {x.shape} cannot be divided into {sections} equal parts; "
+            "pass a list of sizes"
         )
     # int: a sum in the dtype of an array of sizes could overflow.
     sizes = [n // sections] * sections if isinstance(sections, int) else list(map(int, sections))

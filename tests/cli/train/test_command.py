@@ -929,13 +929,13 @@ def refusals() -> list[tuple[list[str], str]]:
         ),
         (
             ["--experts", "4", "--expert-nodes", "3,2", "--node-limit", "1"],
-            "give each node 1 or more of the 4",
+            "each 1 or more, 4 in all",
         ),
         (
             ["--experts", "4", "--expert-placement", "nowhere"],
             "no metrics.json of a run can be read there",
         ),
-        (["--experts", "2", "--top-k", "3"], "top_k from 1 to their number"),
+        (["--experts", "2", "--top-k", "3"], "top_k from 1 to the number of experts"),
         (["-n", "4", "--plan", "dp=2,tp=4"], "is for 8 ranks, the job has 4; use dp=4"),
         (["-n", "4", "--plan", "pp=4"], "use dp=4, or at least 2 layers"),
         (["-n", "4", "--plan", "tp=4"], "use dp=4, or at least 4 heads"),

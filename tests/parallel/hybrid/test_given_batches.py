@@ -318,7 +318,7 @@ def whole(trainer: Trainer, rank: int) -> Any:
         (
             "servers",
             whole,
-            "ConfigError: rank 2 is a parameter server, which reads no rows, and passes 4",
+            "ConfigError: rank 2 is a parameter server, which reads no rows, but it passes 4",
         ),
         (
             "asynchronous",
