@@ -111,7 +111,7 @@ class Grade:
 
     @property
     def passed(self) -> bool:
-        """Whether there was a task and every task passed."""
+        """Return whether there was a task and every task passed."""
         return bool(self.results) and all(result.passed for result in self.results)
 
     def summary(self) -> str:
@@ -125,7 +125,7 @@ class Grade:
         return f"{len(left)} of {len(self.holes)} holes left: {', '.join(left)}" if left else ""
 
     def as_json(self) -> dict[str, Any]:
-        """The grade for `--json`."""
+        """Return the grade for `--json`."""
         return {**asdict(self), "passed": self.passed}
 
 

@@ -175,7 +175,7 @@ def _weights(edges: list[Edge]) -> Counter[int]:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """The name of a function, or of the class of a callable object."""
+    """Return the name of a function, or of the class of a callable object."""
     return getattr(function, "__qualname__", type(function).__name__)
 
 

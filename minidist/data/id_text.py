@@ -26,7 +26,7 @@ class TokenIds(text.Text):
 
     @property
     def different(self) -> int:
-        """The number of different ids."""
+        """Return the number of different ids."""
         return len(np.unique(np.concatenate([self.train, self.validation])))
 
     def encode(self, string: str) -> np.ndarray:

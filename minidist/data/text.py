@@ -39,7 +39,7 @@ class Text:
 
     @property
     def different(self) -> int:
-        """The number of different symbols."""
+        """Return the number of different symbols."""
         return len(self.symbols)
 
     def encode(self, string: str) -> np.ndarray:

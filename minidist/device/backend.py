@@ -324,7 +324,8 @@ def narrow(array: Array, kind: np.dtype, out: Array | None = None) -> Array:
 
 
 def add_into(total: Array, array: Array) -> None:
-    """total += array; low precision is added in float32 and rounded once, as a GPU does it."""
+    """Add `array` to `total` in place; low precision is added in float32 and rounded once, as a GPU
+    does it."""
     alone = not on_host(total) and array.dtype == total.dtype
     if total.dtype in LOW_PRECISION and not alone:
         narrow(widen(total) + widen(array), total.dtype, total)

@@ -128,7 +128,7 @@ def pattern_blocks(pattern: str, tokens: int) -> np.ndarray:
 
 
 def _rows(value: str, count: int) -> np.ndarray:
-    """The first `count` rows and columns of a mask in hexadecimal: (count, count) bool."""
+    """Return the first `count` rows and columns of a mask in hexadecimal: (count, count) bool."""
     rows = value.split("/")
     if len(rows) < count:
         raise ShapeError(

@@ -115,19 +115,20 @@ class MixtureConfig:
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        """The number of experts on each node."""
+        """Return the number of experts on each node."""
         if isinstance(self.nodes, tuple):
             return self.nodes
         edges = bounds(self.experts, self.nodes or 1)
         return tuple(stop - start for start, stop in pairwise(edges))
 
     def order(self, layer: int) -> np.ndarray:
-        """The experts of a layer in the order in which they lie on ranks: (experts,) integers."""
+        """Return the experts of a layer in the order in which they lie on ranks: (experts,)
+        integers."""
         chosen = range(self.experts) if self.placement is None else self.placement[layer]
         return np.array(chosen, np.int64)
 
     def node_of(self, layer: int) -> np.ndarray:
-        """The node of each expert of a layer: (experts,) integers."""
+        """Return the node of each expert of a layer: (experts,) integers."""
         found = np.empty(self.experts, np.int64)
         found[self.order(layer)] = np.repeat(np.arange(len(self.node_counts)), self.node_counts)
         return found
@@ -224,31 +225,32 @@ class GPTConfig:
 
     @property
     def head_width(self) -> int:
-        """Numbers per head."""
+        """Return the number of elements per head."""
         return self.width // self.heads
 
     @property
     def key_heads(self) -> int:
-        """The number of heads of keys and of values."""
+        """Return the number of heads of keys and of values."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def hidden(self) -> int:
-        """Width inside the MLP: 4 × width; gated, 8/3 × width (as many parameters), rounded up to a
-        multiple of 8."""
+        """Return the width inside the MLP: 4 × width; gated, 8/3 × width (as many parameters),
+        rounded up to a multiple of 8."""
         if self.mlp_width is not None:
             return self.mlp_width
         return 4 * self.width if self.activation == "gelu" else -(-self.width // 3) * 8
 
     @property
     def expert_numbers(self) -> int:
-        """The number of weights of all experts except the shared ones."""
+        """Return the number of weights of all experts except the shared ones."""
         mixture = self.mixture
         return 0 if mixture is None else self.layers * mixture.experts * self._mlp_numbers
 
     @property
     def numbers(self) -> int:
-        """The number of weights of all matrices: all of the model except biases and norms."""
+        """Return the number of weights of all matrices: all of the model except biases and
+        norms."""
         attention = self.width * self.head_width * 2 * (self.heads + self.key_heads)
         mlps = 1 if self.mixture is None else self.mixture.shared
         gate = 0 if self.mixture is None else self.width * self.mixture.experts
@@ -265,11 +267,11 @@ class GPTConfig:
         return self.width * hidden * (2 if self.activation == "gelu" else 3)
 
     def as_dict(self) -> dict[str, object]:
-        """All fields, for the JSON of a run; a mixture as a dict."""
+        """Return all fields, for the JSON of a run; a mixture as a dict."""
         return asdict(self)
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n, ascending."""
+    """Return all divisors of n, ascending."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})

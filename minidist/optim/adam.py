@@ -104,7 +104,7 @@ class Adam(Optimizer):
 
     @property
     def betas(self) -> tuple[float, float]:
-        """b1 and b2."""
+        """Return b1 and b2."""
         return self._betas
 
     @betas.setter
@@ -117,8 +117,8 @@ class Adam(Optimizer):
 
     @property
     def scratch_blocks(self) -> int:  # type: ignore[override]
-        """The number of scratch blocks that `update` gets; the term of weight decay takes two
-        more."""
+        """Return the number of scratch blocks that `update` gets; the term of weight decay takes
+        two more."""
         return 3 if self.weight_decay and not self.apart else 1
 
     def step(

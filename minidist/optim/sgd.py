@@ -50,7 +50,8 @@ class SGD(Optimizer):
 
     @property
     def momentum(self) -> float:
-        """The share of u that the next step keeps. It may be changed if it is not 0 at first."""
+        """Return the share of u that the next step keeps. It may be changed if it is not 0 at
+        first."""
         return self._momentum
 
     @momentum.setter

@@ -56,8 +56,8 @@ from minidist.errors import ShapeError
 
 @op
 def copy_to(x: Array, *, group: Group) -> tuple[Array, Saved]:
-    """Megatron's f: x unchanged, whole and equal on all ranks, before each rank does its own part
-    of the work."""
+    """Return x unchanged (Megatron's f), whole and equal on all ranks, before each rank does its
+    own part of the work."""
     return x, saved()
 
 
@@ -68,7 +68,8 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def reduce_from(x: Array, *, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
-    """Megatron's g: the sum of all ranks' x, whole and equal on all ranks; the shape of x."""
+    """Return the sum of all ranks' x (Megatron's g), whole and equal on all ranks; the shape of
+    x."""
     return group.all_reduce(x, algorithm=algorithm), saved()
 
 

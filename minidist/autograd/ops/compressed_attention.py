@@ -34,8 +34,8 @@ from minidist.errors import ConfigError, ShapeError
 
 
 def compressed_attention(q: Tensor, k: Tensor, v: Tensor, *, ratio: int, window: int) -> Tensor:
-    """Causal attention to the means of old groups and to single tokens after them: (B, H, T, D)
-    three times -> the same
+    """Return causal attention to the means of old groups and to single tokens after them: (B, H, T,
+    D) three times -> the same
 
     Args:    ratio: tokens of a group; window: the last tokens, the query's own among them, that are
              seen singly.

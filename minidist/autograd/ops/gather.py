@@ -59,7 +59,8 @@ def positions_in(name: str, ids: Array, count: int) -> Array:
 
 
 def _picked(x: Array, index: Array, dim: int) -> Array:
-    """The slices of x along `dim` at `index`; NaN for a position on a GPU that is out of range."""
+    """Return the slices of x along `dim` at `index`; NaN for a position on a GPU that is out of
+    range."""
     xp = array_module(x)
     y = xp.take(x, beside(index, x), axis=dim)
     if device_of(index) == "cpu" or x.dtype not in FLOATS:
@@ -72,8 +73,8 @@ def _picked(x: Array, index: Array, dim: int) -> Array:
 
 @op
 def embedding(table: Array, ids: Array | SortedIds) -> tuple[Array, Saved]:
-    """table[ids]: (V, n), integers (…) -> (…, n). Ids on a GPU that are outside of the table give
-    NaN.
+    """Return table[ids]: (V, n), integers (…) -> (…, n). Ids on a GPU that are outside of the table
+    give NaN.
 
     Raises:  DtypeError, ShapeError if ids on the host do not fit the table.
     """
@@ -100,7 +101,8 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def sum_by_id(ids: Array, values: Array, count: int) -> Array:
-    """Row i of the result is the sum of values[j] over all j with ids[j] == i, in a fixed order.
+    """Sum values by id: row i of the result is the sum of values[j] over all j with ids[j] == i, in
+    a fixed order.
 
     The host sorts values by id and sums each run, and so does the kernel on a GPU. Otherwise a GPU
     multiplies by the one-hot matrix, a slice of the table at a time. Atomic additions would differ
@@ -132,8 +134,8 @@ def sum_by_id(ids: Array, values: Array, count: int) -> Array:
 
 @op
 def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
-    """Slices of x along `dim` at the integer positions `index` (any shape, no gradient); NaN as in
-    `embedding`.
+    """Return slices of x along `dim` at the integer positions `index` (any shape, no gradient); NaN
+    as in `embedding`.
 
     Raises:  DtypeError, ShapeError if dim or index do not fit x.
     """

@@ -37,7 +37,7 @@ def targets_in(name: str, logits: Array, targets: Array, vocabulary: int) -> Arr
 def cross_entropy(
     logits: Array, targets: Array, *, divisor: float | None = None
 ) -> tuple[Array, Saved]:
-    """The sum over tokens of -log softmax(logits)[target], divided by `divisor`.
+    """Return the sum over tokens of -log softmax(logits)[target], divided by `divisor`.
 
     Let l be the logits of a token, m their maximum, t the logit of the target, and s = sum(exp(l -
     m)). The loss is log(s) + (m - t), in this order, so that rounding does not lose log(s) when the
@@ -74,7 +74,7 @@ def cross_entropy(
 
 @cross_entropy.gradient("logits")
 def _(node: Node, dy: Array) -> Array:
-    """(softmax - one-hot) dy / divisor"""
+    """Return (softmax - one-hot) dy / divisor."""
     fast = kernel("cross_entropy", node.logits)
     if fast is not None:
         _, dx = fast(node.logits, node.ids, scale=1.0 / node.divisor, factor=widen(dy))
@@ -86,7 +86,7 @@ def _(node: Node, dy: Array) -> Array:
 def logits_gradient(
     logits: Array, top: Array, total: Array, places: tuple[Array, Array], dy: Array, divisor: float
 ) -> Array:
-    """(exp(logits - top) / total - one-hot) dy / divisor; `places`: rows and columns of the
+    """Return (exp(logits - top) / total - one-hot) dy / divisor; `places`: rows and columns of the
     targets; dy: one number."""
     xp = array_module(logits)
     wide = rows(widen(logits))
