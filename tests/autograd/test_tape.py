@@ -1,4 +1,4 @@
-"""How ops are made and called: arguments, options, dtypes, errors, several outputs, saved
+"""Test how ops are made and called: arguments, options, dtypes, errors, several outputs, saved
 values."""
 
 import threading

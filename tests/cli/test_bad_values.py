@@ -135,8 +135,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("launch --json=-- true", "argument --json: '--' is not a value"),
         ("storm --kinds=", "argument --kinds/--faults: '' is not a value"),
         ("storm --kinds=,", "--kinds: '' is none of"),
-        ("calibrate --cluster a100-80g --from binary", "runs binary: it is no text in UTF-8"),
-        ("calibrate --cluster a100-80g --from nul.csv", "runs nul.csv: it is no text in UTF-8"),
+        ("calibrate --cluster a100-80g --from binary", "runs binary: it is not a text in UTF-8"),
+        ("calibrate --cluster a100-80g --from nul.csv", "runs nul.csv: it is not a text in UTF-8"),
         ("calibrate --cluster a100-80g --from /dev/zero", "runs /dev/zero: is a device"),
         ("calibrate --cluster a100-80g --from pipe", "runs pipe: is a pipe"),
         (

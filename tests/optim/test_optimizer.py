@@ -1,4 +1,4 @@
-"""What optimizers share: blocks, flat shards, skipped tensors, decay, saving, errors."""
+"""Test what optimizers share: blocks, flat shards, skipped tensors, decay, saving, errors."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -167,7 +167,8 @@ def test_low_precision_gradients_beside_float32_master_weights(low: Any) -> None
 def test_the_other_byte_order_gives_the_same_values(
     weights: Any, gradients: Any, kind: str
 ) -> None:
-    """Of gradients, and of weights with their state; also for squares and clipping."""
+    """The byte order is that of gradients, and of weights with their state; also for squares and
+    clipping."""
 
     def run(weights: np.dtype[Any], gradients: np.dtype[Any]) -> tuple[np.ndarray, float]:
         random = np.random.default_rng(0)

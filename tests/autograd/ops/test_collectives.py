@@ -76,7 +76,7 @@ def wholes_of(size: int, shape: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def weights_of(name: str, y: np.ndarray, rank: int) -> np.ndarray:
-    """What a rank does with its result: the same on all ranks, or something of its own."""
+    """Return what a rank does with its result: the same on all ranks, or something of its own."""
     return np.random.default_rng(0 if PAIRS[name][2] else rank + 1).uniform(0.5, 1.5, y.shape)
 
 

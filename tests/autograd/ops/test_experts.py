@@ -71,7 +71,7 @@ def test_there_and_back_is_take_times_and_add_to_the_bit(kind: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_on_a_gpu_by_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which round once what the plain path rounds several times."""
+    """The kernels round once where the plain path rounds several times."""
     cupy = fake_gpu.install(monkeypatch)
     asked = []
     find = experts.kernel
