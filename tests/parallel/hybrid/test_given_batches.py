@@ -406,9 +406,9 @@ CANNOT_BE: dict[str, tuple[Any, type[MinidistError], str]] = {
         ShapeError,
         "sequences of 12 tokens are longer than the context",
     ),
-    "an array": (IDS, ShapeError, r"a batch is a pair \(inputs, targets\), and ndarray came"),
-    "nothing": (None, ShapeError, "and NoneType came"),
-    "three parts": ((IDS, IDS, IDS), ShapeError, "and tuple of 3 came"),
+    "an array": (IDS, ShapeError, r"a batch is a pair \(inputs, targets\), but got ndarray"),
+    "nothing": (None, ShapeError, "but got NoneType"),
+    "three parts": ((IDS, IDS, IDS), ShapeError, "but got tuple of 3"),
 }
 
 
