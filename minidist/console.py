@@ -120,7 +120,7 @@ def number_of_bytes(text: str) -> int:
     value = float(match[1]) * UNITS[match[2].upper()]
     if value >= MOST_BYTES:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is more than {size_text(MOST_BYTES)}, the most of a size"
+            f"{shown(text)} is more than {size_text(MOST_BYTES)}, the largest size allowed"
         )
     return round(value)
 
@@ -133,7 +133,7 @@ def sizes(text: str) -> list[int]:
     first, last = map(number_of_bytes, text.split(":", 1))
     if not 0 < first <= last:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: a range runs from a size above 0 to one no smaller"
+            f"{text!r}: a range is FIRST:LAST, with FIRST above 0 and LAST not smaller"
         )
     return [first << doublings for doublings in range((last // first).bit_length())]
 
@@ -151,7 +151,7 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
             )
         if value > most:
             raise argparse.ArgumentTypeError(
-                f"{shown(text)} is more than {most:,}, the most that this option takes"
+                f"{shown(text)} is more than {most:,}, the maximum of this option"
             )
         return value
 
@@ -185,13 +185,13 @@ def core_list(text: str) -> list[int]:
     }
     if None in parts or not chosen:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is no list of cores; write 0-1 or 0,2, of cores "
-            f"{cores.in_words(usable)}, which this process may use"
+            f"{shown(text)} is not a list of cores; write it as 0-1 or 0,2; this process may use "
+            f"cores {cores.in_words(usable)}"
         )
     if missing := sorted(chosen - {*usable}):
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} names core {missing[0]}; of this machine, this process may "
-            f"use cores {cores.in_words(usable)}"
+            f"{shown(text)} names core {missing[0]}, but this process may use only cores "
+            f"{cores.in_words(usable)}"
         )
     return sorted(chosen)
 
@@ -231,7 +231,7 @@ def picture(text: str) -> str:
     ending = Path(text).suffix.lower()
     if not text or (ending and ending not in PICTURES):
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} names no picture; end it in .png, .svg or .pdf"
+            f"{shown(text)} is not the name of a picture; it must end in .png, .svg or .pdf"
         )
     return text
 
@@ -243,10 +243,10 @@ def folder_to_write(text: str) -> Path:
         Path(text).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not a folder that can be made: {error.strerror}"
+            f"{shown(text)} cannot be made as a folder: {error.strerror}"
         ) from None
     if not os.access(text, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder that can be written to")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is a folder without write permission")
     return Path(text)
 
 
@@ -285,7 +285,7 @@ def require_memory(what: str, nbytes: int, *, processes: int = 0) -> None:
     here = memory_bytes()
     if needed > here:
         raise MemoryLimitError(
-            f"{what} needs {size_text(needed)} of memory, this machine has {size_text(here)}"
+            f"{what} needs {size_text(needed)} of memory, but this machine has {size_text(here)}"
         )
 
 

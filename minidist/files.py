@@ -61,7 +61,7 @@ def home() -> Path:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         state = folder.lstat()
-        problem = "" if stat.S_ISDIR(state.st_mode) else "is no folder"
+        problem = "" if stat.S_ISDIR(state.st_mode) else "is not a folder"
         if state.st_uid != os.geteuid() or state.st_mode & 0o077:
             problem = "is not private to this user"
     except OSError as error:
@@ -69,7 +69,8 @@ def home() -> Path:
         problem = error.strerror or str(error)
     if problem:
         raise ConfigError(
-            f"this user has no home folder, and {folder} cannot stand for one: {problem}; set HOME"
+            f"this user has no home folder, and {folder} cannot be used instead: {problem}; set "
+            "HOME"
         )
     return folder
 
@@ -142,7 +143,7 @@ def read_rest(stream: BinaryIO, most: int) -> bytes:
             return b"".join(pieces)
     raise OSError(
         NOT_REGULAR,
-        f"has more than {most:,} bytes, the most that is read of such a file",
+        f"has more than {most:,} bytes, the limit for such a file",
         stream.name,
     )
 
@@ -313,7 +314,9 @@ def _read_by_somebody(place: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENXIO:
             raise
-        raise OSError(errno.ENXIO, "is a pipe that nobody reads; start its reader first") from None
+        raise OSError(
+            errno.ENXIO, "is a pipe that no process reads; start its reader first"
+        ) from None
     try:
         yield
     finally:

@@ -112,7 +112,7 @@ class Grade:
 
     @property
     def passed(self) -> bool:
-        """Whether there was a task and every task passed."""
+        """Return whether there was a task and every task passed."""
         return bool(self.results) and all(result.passed for result in self.results)
 
     def summary(self) -> str:
@@ -126,7 +126,7 @@ class Grade:
         return f"{len(left)} of {len(self.holes)} holes left: {', '.join(left)}" if left else ""
 
     def as_json(self) -> dict[str, Any]:
-        """The grade for `--json`."""
+        """Return the grade for `--json`."""
         return {**asdict(self), "passed": self.passed}
 
 
@@ -241,7 +241,9 @@ def load_module(path: Path, name: str) -> ModuleType:
     label = f"minidist_lesson_{name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(label, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file; expected something like exercise.py")
+        raise ConfigError(
+            f"{path} is not a Python file; give a file whose name ends in .py, for example exercise.py"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[label] = module  # dataclasses look their module up while it is being made
     spec.loader.exec_module(module)
@@ -264,10 +266,10 @@ def require_python(file: Path, advice: str) -> None:
                 else f"cannot read {name}: {error.strerror}"
             )
         else:
-            why = f"{name} is no Python text: {error}"
+            why = f"{name} is not Python source: {error}"
         raise ConfigError(f"{why}; {advice}") from None
     if file.suffix != ".py":
-        raise ConfigError(f"{name} is not a Python file, whose name ends in .py; {advice}")
+        raise ConfigError(f"{name} is not a Python file: its name must end in .py; {advice}")
 
 
 def require_own_file(number: str, exercise_file: Path) -> None:

@@ -37,12 +37,12 @@ class Answer:
 
     @property
     def is_open(self) -> bool:
-        """Whether a hole is still in the code."""
+        """Return whether a hole is still in the code."""
         return any(number_of(node) for top in self.nodes for node in ast.walk(top))
 
     @property
     def is_right_code(self) -> bool:
-        """Whether the code is word for word the right code."""
+        """Return whether the code is word for word the right code."""
         return _words(self.nodes) == _words(self.right)
 
 

@@ -65,7 +65,7 @@ def read_text(file: str | Path, *, most: int = MOST_BYTES) -> str:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"it is no text in UTF-8: byte {error.start} is {content[error.start]:#04x}"
+            f"it is not a text in UTF-8: byte {error.start} is {content[error.start]:#04x}"
         ) from error
 
 
@@ -88,9 +88,9 @@ def decoded(content: bytes) -> Any:
         except msgspec.DecodeError:  # NaN is one reason
             return json.loads(content.decode())
     except RecursionError:
-        raise ConfigError("it is no JSON of ours: its lists are too deep") from None
+        raise ConfigError("its JSON has lists nested too deeply") from None
     except ValueError as error:
-        raise ConfigError(f"it is no JSON: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"it is not JSON: {str(error).splitlines()[0]}") from error
 
 
 def require_shallow(value: Any) -> None:
@@ -106,7 +106,7 @@ def require_shallow(value: Any) -> None:
         if not level:
             break
     if level:
-        raise ConfigError(f"it has lists in lists, more than {MOST_DEPTH} deep")
+        raise ConfigError(f"it has lists nested more than {MOST_DEPTH} deep")
 
 
 def require(value: Any, schema: Any) -> Any:
@@ -154,7 +154,7 @@ def consistent(what: str) -> Iterator[None]:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{what} make no sense together ({type(error).__name__}: {error})"
+            f"{what} contradict each other ({type(error).__name__}: {error})"
         ) from error
 
 

@@ -25,8 +25,8 @@ class LossyOutput(io.FileIO):
 
     @property
     def lost(self) -> str:
-        """The reason why output was lost, in a few words; empty if none was lost, or if its reader
-        closed the pipe."""
+        """Return the reason why output was lost, in a few words; empty if none was lost, or if its
+        reader closed the pipe."""
         return (
             ""
             if self.problem is None or self.problem.errno == errno.EPIPE

@@ -92,7 +92,8 @@ def test_a_link_stays_one_and_a_pipe_is_written_in_its_place(tmp_path: Path) -> 
 
 
 def test_a_pipe_that_is_open_already_is_written_to() -> None:
-    """As /dev/stdout before `| cat`, and `>(cat)`: its real path, pipe:[123], does not exist."""
+    """/dev/stdout before `| cat` and `>(cat)` are such pipes: the real path, pipe:[123], does not
+    exist."""
     reader, writer = os.pipe()
     file = f"/dev/fd/{writer}"
     check_writable("--json", file)
@@ -132,7 +133,7 @@ def test_a_folder_of_the_same_prefix_that_is_not_locked_goes_and_others_stay(
 def test_a_folder_that_a_sweep_locks_first_is_left_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ranks that write into one folder at once, one in 800 lost its draft so."""
+    """One in 800 ranks that write into one folder at once lost its draft in this way."""
     made = tempfile.mkdtemp
     swept = list[tuple[str, int]]()
 

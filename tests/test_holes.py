@@ -1,4 +1,4 @@
-"""Which code stands where a hole is."""
+"""Test which code stands where a hole is."""
 
 import ast
 

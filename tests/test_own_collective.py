@@ -13,7 +13,7 @@ PAGE = ROOT / "docs/howto/own-collective.md"
 
 
 def shown(line, printed):
-    """Whether a text has a line of the page, in which "…" stands for anything."""
+    """Return whether a text has a line of the page, in which "…" stands for anything."""
     wanted = ".*".join(re.escape(piece.strip()) for piece in line.split("…"))
     return re.search(wanted, printed) is not None
 

@@ -27,7 +27,7 @@ print("the result")
 
 
 def on_terminal(command: list[str], *, result: Path | None = None, term: str = "xterm") -> str:
-    """What the command shows on a terminal of 80 columns; its stdout may be a file."""
+    """Return what the command shows on a terminal of 80 columns; its stdout may be a file."""
     mine, theirs = pty.openpty()
     with open(result or os.devnull, "wb") as file:
         process = subprocess.Popen(

@@ -32,11 +32,11 @@ class Point(msgspec.Struct):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"{", "no JSON"),
-        (b"\xff", "no JSON"),
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
         (b"[" * 100_000 + b"]" * 100_000, "too deep"),
         (b'{"x": ' + b"[" * 70 + b"]" * 70 + b"}", "more than 64 deep"),
-        (b'{"x": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b'{"x": ' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"x": 1e400}', "x: Expected `int`"),
         (b'{"x": -1}', "x: Expected `int` >= 0"),
         (b'{"x": true}', "x: Expected `int`, got `bool`"),
@@ -85,7 +85,7 @@ def test_a_visible_text_stays_as_it_is_where_nothing_acts() -> None:
 @pytest.mark.parametrize("wrong", [lambda: 1 / 0, lambda: [][1], lambda: int("x"), lambda: 1 + "x"])
 def test_numbers_that_contradict_each_other_are_one_line(wrong: Any) -> None:
     with (
-        pytest.raises(ConfigError, match="the records make no sense together"),
+        pytest.raises(ConfigError, match="the records contradict each other"),
         consistent("the records"),
     ):
         wrong()

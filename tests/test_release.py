@@ -1,4 +1,4 @@
-"""What a package index shows, and what a wheel and a source distribution hold."""
+"""Test what a package index shows, and what a wheel and a source distribution hold."""
 
 import importlib.util
 import re

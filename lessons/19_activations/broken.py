@@ -103,7 +103,7 @@ BREAKS = {
     "changed-input": Break(changed_input, says="should be 2 everywhere, it is 200"),
     "other-weights": Break(
         other_weights,
-        says="used other weights the second time",
+        says="used other weights in the second run",
         error=GradientError,
     ),
     "one-stretch": Break(one_stretch, says="at the peak  7.79 MiB"),

@@ -51,8 +51,8 @@ class _Walk:
         for node in nodes:
             if node.released:
                 raise GradientError(
-                    f"backward: an earlier backward ran through {node.op.name} and dropped what it "
-                    f"saved; run the forward again, or add the losses and go backward once"
+                    f"backward: an earlier backward ran through {node.op.name} and freed what it "
+                    "saved; run the forward again, or add the losses and call backward once"
                 )
         self.waiting.update(id(edge.source) for edge in out if isinstance(edge.source, Tensor))
         return nodes
@@ -196,20 +196,20 @@ def backward(
     Tensor.backward."""
     if not loss.requires_grad:
         raise GradientError(
-            "backward: nothing behind this tensor requires a gradient; was it computed under "
-            "no_grad?"
+            "backward: no tensor that this one was computed from requires a gradient; was it "
+            "computed under no_grad?"
         )
     if dy is None:
         if loss.size != 1:
             raise GradientError(
-                f"backward: a loss is one number, this tensor has shape {loss.shape}; "
-                f"take its sum or mean, or pass dy of that shape"
+                f"backward: a loss must be one number, but this tensor has shape {loss.shape}; "
+                "take its sum or mean, or pass dy of that shape"
             )
         dy = array_module(loss.data).ones(loss.shape, loss.dtype)
     elif dy.shape != loss.shape or dy.dtype != loss.dtype:
         raise GradientError(
-            f"backward: dy is {dtype_name(dy.dtype)} {dy.shape}, "
-            f"the tensor is {dtype_name(loss.dtype)} {loss.shape}; they must agree"
+            f"backward: dy is {dtype_name(dy.dtype)} {dy.shape}, the tensor is "
+            f"{dtype_name(loss.dtype)} {loss.shape}; dtype and shape must be the same"
         )
     walk = _Walk(defer_weights)
     nodes = []

@@ -134,8 +134,8 @@ class Stretch(Node):
         edges = [] if last is None else behind(last, begin)[1]
         if _weights(edges) != _weights(self.edges):
             raise GradientError(
-                f"recompute: {_name(self.call.func)} used other weights the second time; "
-                f"what it does must depend on its arguments alone"
+                f"recompute: {_name(self.call.func)} used other weights in the second run; its "
+                "result must depend only on its arguments"
             )
         return result
 
@@ -175,7 +175,7 @@ def _weights(edges: list[Edge]) -> Counter[int]:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """The name of a function, or of the class of a callable object."""
+    """Return the name of a function, or of the class of a callable object."""
     return getattr(function, "__qualname__", type(function).__name__)
 
 

@@ -44,7 +44,7 @@ Saved: TypeAlias = dict[str, Any]
 
 
 def saved(**values: Any) -> Saved:
-    """The second half of an op's result: the values that gradient functions read as
+    """Return the second half of an op's result: the values that gradient functions read as
     `node.<name>`."""
     return values
 
@@ -105,7 +105,7 @@ class Node:
         self._shared: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """A saved value; for a Parameter its data as it is now."""
+        """Return a saved value; for a Parameter its data as it is now."""
         try:
             value = self._saved[name]
         except KeyError:
@@ -209,8 +209,7 @@ class Op(Generic[Result]):
         for argument in arguments:
             if argument not in self.arguments and argument != self.variadic:
                 raise GradientError(
-                    f"{self.name} has no argument {argument!r}; it takes "
-                    f"{', '.join(self.arguments)}"
+                    f"{self.name} has no argument {argument!r}; it has {', '.join(self.arguments)}"
                 )
 
         def register(function: GradientFunction) -> GradientFunction:
@@ -223,12 +222,12 @@ class Op(Generic[Result]):
         return register
 
     def argument_name(self, position: int) -> str:
-        """The name of the positional argument at `position`."""
+        """Return the name of the positional argument at `position`."""
         return self.arguments[position] if position < len(self.arguments) else self.variadic
 
     def __call__(self, *args: Any, **options: Any) -> Result:
-        """The op's result: a Tensor or a tuple of them, with a node if grad mode is on and an input
-        needs a gradient.
+        """Return the op's result: a Tensor or a tuple of them, with a node if grad mode is on and
+        an input needs a gradient.
 
         Raises:  ShapeError, DtypeError if the arguments do not fit.
         """
@@ -263,8 +262,8 @@ class Op(Generic[Result]):
         return cast(Result, tensors if several else tensors[0])
 
     def _arrays(self, args: Sequence[Any]) -> list[Any]:
-        """Arguments as the forward takes them: arrays instead of Tensors, numbers as arrays of the
-        arrays' dtype."""
+        """Return arguments as the forward takes them: arrays instead of Tensors, numbers as arrays
+        of the arrays' dtype."""
         arrays = [a.data if isinstance(a, Tensor) else a for a in args]
         places = [
             i
@@ -293,7 +292,8 @@ class Op(Generic[Result]):
         return arrays
 
     def _number(self, value: Any, like: Array | None) -> Array:
-        """A number as an array of the dtype and device of `like`; a list as NumPy converts it."""
+        """Return a number as an array of the dtype and device of `like`; a list as NumPy converts
+        it."""
         if isinstance(value, np.generic):
             value = value.item()  # np.float64(2) means the number 2 and does not ask for float64
         if like is None or not isinstance(value, numbers.Number):
@@ -308,7 +308,7 @@ class Op(Generic[Result]):
     def _record(
         self, args: Sequence[Any], arrays: Sequence[Any], options: dict[str, Any], values: Saved
     ) -> Node | None:
-        """The node of this call, or None if no gradient of it is needed."""
+        """Return the node of this call, or None if no gradient of it is needed."""
         if not is_grad_enabled():
             return None
         edges = [
@@ -331,7 +331,7 @@ class Op(Generic[Result]):
         return node
 
     def _describe(self, arrays: Sequence[Any]) -> str:
-        """ "a float32 (2, 3), b float32 (4,)", for an error message."""
+        """Return "a float32 (2, 3), b float32 (4,)", for an error message."""
         return ", ".join(
             f"{self.argument_name(i)} {dtype_name(a.dtype)} {a.shape}"
             for i, a in enumerate(arrays)

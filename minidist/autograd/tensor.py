@@ -89,8 +89,8 @@ class Tensor:
     def __init__(self, data: Array, *, requires_grad: bool = False) -> None:
         if requires_grad and data.dtype not in backend.FLOATS:
             raise DtypeError(
-                f"only floats have gradients, not {backend.dtype_name(data.dtype)}; "
-                f"cast to float32 in this machine's byte order, or leave requires_grad off"
+                f"only floats have gradients, not {backend.dtype_name(data.dtype)}; cast to "
+                "float32 in this machine's byte order, or omit requires_grad"
             )
         self.data = data
         self.requires_grad = requires_grad
@@ -101,7 +101,7 @@ class Tensor:
 
     @classmethod
     def _of(cls, data: Array, node: Any, index: int) -> "Tensor":
-        """The result of an op: output `index` of `node`."""
+        """Return the result of an op: output `index` of `node`."""
         result = Tensor(data)
         result.requires_grad = node is not None
         result.node = node
@@ -110,7 +110,7 @@ class Tensor:
 
     @property
     def data(self) -> Array:
-        """The array itself."""
+        """Return the array itself."""
         return self._data
 
     @data.setter
@@ -147,23 +147,23 @@ class Tensor:
         return bool(self.data)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        raise TypeError("a Tensor is not silently turned into an array; take its .data")
+        raise TypeError("a Tensor is not converted to an array implicitly; use its .data")
 
     # array + tensor asks Tensor.__radd__, instead of adding element by element
     __array_ufunc__ = None
 
     def item(self) -> float:
-        """The element of a tensor of one, as a Python number. Raises: ShapeError for another
+        """Return the element of a tensor of one, as a Python number. Raises: ShapeError for another
         size."""
         if self.size != 1:
             raise ShapeError(
-                f"item() takes a tensor of one number, this one has shape {self.shape}"
+                f"item() needs a tensor of one number, but this tensor has shape {self.shape}"
             )
         number: float = self.data.item()
         return number
 
     def detach(self) -> "Tensor":
-        """The same array, cut off from the tape."""
+        """Return the same array, cut off from the tape."""
         return Tensor(self.data)
 
     def backward(
@@ -198,7 +198,8 @@ class Tensor:
         """
         if not self.requires_grad:
             raise GradientError(
-                "register_hook: this tensor asks for no gradient, so the hook would never run"
+                "register_hook: this tensor does not require a gradient, so the hook would never "
+                "run"
             )
         hooks = (
             self.tensor_hooks if self.node is None else self.node.hooks.setdefault(self.index, [])
@@ -230,12 +231,14 @@ class Tensor:
         return FUNCTIONS["neg"](self)
 
     def reshape(self, *shape: Any) -> "Tensor":
-        """reshape(2, 3) or reshape((2, 3)); one of the sizes may be -1."""
+        """Return the tensor in another shape: reshape(2, 3) or reshape((2, 3)); one of the sizes
+        may be -1."""
         given = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         return FUNCTIONS["reshape"](self, given)
 
     def transpose(self, *dims: Any) -> "Tensor":
-        """transpose() reverses the dims; transpose(0, 2, 1) or transpose((0, 2, 1)) orders them."""
+        """Return the tensor with its dims in another order: transpose() reverses the dims;
+        transpose(0, 2, 1) or transpose((0, 2, 1)) orders them."""
         given = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
         return FUNCTIONS["transpose"](self, given or None)
 
@@ -244,31 +247,31 @@ class Tensor:
         return FUNCTIONS["sum"](self, dim=dim, keepdims=keepdims)
 
     def mean(self, dim: Any = None, *, keepdims: bool = False) -> "Tensor":
-        """Mean over all dims, one, or several."""
+        """Return the mean over all dims, one, or several."""
         return FUNCTIONS["mean"](self, dim=dim, keepdims=keepdims)
 
     def max(self, dim: Any = None, *, keepdims: bool = False) -> "Tensor":
-        """Maximum over all dims, one, or several; equal maxima share the gradient."""
+        """Return the maximum over all dims, one, or several; equal maxima share the gradient."""
         return FUNCTIONS["max"](self, dim=dim, keepdims=keepdims)
 
     def relu(self) -> "Tensor":
-        """max(x, 0), element by element."""
+        """Return max(x, 0), element by element."""
         return FUNCTIONS["relu"](self)
 
     def tanh(self) -> "Tensor":
-        """The hyperbolic tangent, element by element."""
+        """Return the hyperbolic tangent, element by element."""
         return FUNCTIONS["tanh"](self)
 
     def exp(self) -> "Tensor":
-        """e to the power x, element by element."""
+        """Return e to the power x, element by element."""
         return FUNCTIONS["exp"](self)
 
     def log(self) -> "Tensor":
-        """The natural logarithm, element by element."""
+        """Return the natural logarithm, element by element."""
         return FUNCTIONS["log"](self)
 
     def sqrt(self) -> "Tensor":
-        """The square root, element by element."""
+        """Return the square root, element by element."""
         return FUNCTIONS["sqrt"](self)
 
     # Comparisons have no gradient, so they give arrays of bool: ops.where(x > 0, x, 0). `==` stays
@@ -349,7 +352,7 @@ class Parameter(Tensor):
 
     @property
     def data(self) -> Array:
-        """The array itself. Waits until its numbers have arrived."""
+        """Return the array itself. Wait until its numbers have arrived."""
         if self.arrival is not None:
             self.arrival()
         return self._data
@@ -368,8 +371,8 @@ class Parameter(Tensor):
             self.place(array)
         elif array.shape != self.shape or array.dtype != self.dtype:
             raise ShapeError(
-                f"parameter {self.name!r} is {self.dtype} {self.shape}, and the data "
-                f"assigned to it {array.dtype} {array.shape}; they must agree"
+                f"parameter {self.name!r} is {self.dtype} {self.shape}, but the assigned data is "
+                f"{array.dtype} {array.shape}; dtype and shape must be the same"
             )
         else:
             self.data[...] = array
@@ -378,9 +381,9 @@ class Parameter(Tensor):
         """Raise ConfigError if a strategy would soon replace what is assigned to `data`."""
         if self.kept_by:
             raise ConfigError(
-                f"parameter {self.name!r}: its numbers are kept by {self.kept_by}, "
-                f"and data is made from them again in each step; load a checkpoint "
-                f"(Trainer.load), or set data before the training is set up"
+                f"parameter {self.name!r}: its values are kept by {self.kept_by}, which overwrites "
+                "data in each step; load a checkpoint (Trainer.load), or set data before the "
+                "training is set up"
             )
 
     def keep_by(self, keeper: str) -> None:
@@ -397,7 +400,8 @@ class Parameter(Tensor):
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The shape of the whole parameter; this parameter may be a shard (nn/weight_shard.py)."""
+        """Return the shape of the whole parameter; this parameter may be a shard
+        (nn/weight_shard.py)."""
         return self.shape
 
     def whole_name(self, name: str) -> str:
@@ -406,8 +410,8 @@ class Parameter(Tensor):
 
     @property
     def grad(self) -> Array | None:
-        """The gradient, or None. With a bound view: that view while it is fresh, None when it is
-        stale."""
+        """Return the gradient, or None. With a bound view: that view while it is fresh, None when
+        it is stale."""
         return self._grad if self._view is None else self._view if self._fresh else None
 
     @grad.setter
@@ -429,16 +433,16 @@ class Parameter(Tensor):
         """
         if view is not None and (view.shape != self.shape or view.dtype != self.dtype):
             raise ShapeError(
-                f"bind_gradient: parameter {self.name!r} is {self.dtype} {self.shape}, "
-                f"the view is {view.dtype} {view.shape}; they must agree"
+                f"bind_gradient: parameter {self.name!r} is {self.dtype} {self.shape}, but the "
+                f"view is {view.dtype} {view.shape}; dtype and shape must be the same"
             )
         self._view = view
         self._grad = None
         self._fresh = False
 
     def gradient_room(self) -> Array | None:
-        """The bound view while it is stale, else None: a gradient function may write its result
-        there."""
+        """Return the bound view while it is stale, else None: a gradient function may write its
+        result there."""
         if self._view is None and self.lender is not None:
             self.bind_gradient(self.lender(self))
         return None if self._fresh or self.tensor_hooks else self._view
@@ -487,8 +491,8 @@ class WeightGradient:
 
 
 def tensor(values: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """A leaf Tensor of an array (not copied), a number or nested lists, cast to `dtype`, a name or
-    a dtype.
+    """Return a leaf Tensor of an array (not copied), a number or nested lists, cast to `dtype`, a
+    name or a dtype.
 
     Raises:  DtypeError if `requires_grad` and not a float dtype; ConfigError for an unknown dtype.
     """

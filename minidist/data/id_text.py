@@ -26,13 +26,15 @@ class TokenIds(text.Text):
 
     @property
     def different(self) -> int:
-        """The number of different ids."""
+        """Return the number of different ids."""
         return len(np.unique(np.concatenate([self.train, self.validation])))
 
     def encode(self, string: str) -> np.ndarray:
         """Return the ids of a text's tokens: int32. Raises: DataError without a tokenizer."""
         if self.tokenizer is None:
-            raise DataError(f"{self.source}: holds ids; give a tokenizer.json to encode a text")
+            raise DataError(
+                f"{self.source}: holds token ids, not a text; to encode a text, give a tokenizer.json"
+            )
         return self.tokenizer.encode(string)
 
     def decode(self, ids: Any) -> str:
@@ -47,8 +49,8 @@ class TokenIds(text.Text):
         most = int(max(self.train.max(), self.validation.max()))
         if vocabulary is not None and most >= vocabulary:
             raise DataError(
-                f"{self.source}: has id {most:,}, and the model's vocabulary is {vocabulary:,}; use "
-                "the tokenizer of this model"
+                f"{self.source}: has id {most:,}, but the model's vocabulary is {vocabulary:,}; "
+                "use the tokenizer of this model"
             )
 
 
@@ -82,8 +84,8 @@ def _read_ids(source: str) -> np.ndarray:
     path = Path(source)
     if source in text.NAMED or path.suffix != ".npy":
         raise DataError(
-            f"data {source[:200]}: is a text, and a published model takes ids; give its tokenizer "
-            "with --tokenizer tokenizer.json, or a .npy file of ids"
+            f"data {source[:200]}: is a text, but a published model needs token ids; give its "
+            "tokenizer with --tokenizer tokenizer.json, or a .npy file of ids"
         )
     try:
         with open(open_regular(path), "rb") as stream:
@@ -91,14 +93,15 @@ def _read_ids(source: str) -> np.ndarray:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except (ValueError, EOFError) as error:
-        raise DataError(f"{path}: is no .npy file: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: is not a .npy file: {str(error).splitlines()[0]}") from error
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DataError(
-            f"{path}: needs integers in one dim; it has {getattr(ids, 'dtype', '')} "
+            f"{path}: must have integers in one dim; it has {getattr(ids, 'dtype', '')} "
             f"{getattr(ids, 'shape', '')}"
         )
     if len(ids) and not (ids.min() >= 0 and ids.max() < 2**31):
         raise DataError(
-            f"{path}: ids are from 0 to {2**31 - 1:,}; it has {ids.min()} to {ids.max()}"
+            f"{path}: ids must be from 0 to {2**31 - 1:,}; it has ids from {ids.min()} to "
+            f"{ids.max()}"
         )
     return ids.astype(np.int32)

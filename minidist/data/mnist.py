@@ -36,8 +36,8 @@ def load(folder: str | Path) -> ImageData:
     for name, array, dims in zip(_NAMES, arrays, (3, 1, 3, 1), strict=True):
         if array.ndim != dims or array.dtype != np.uint8:
             raise DataError(
-                f"{name} in {folder}: {array.dtype} {array.shape}; MNIST has uint8 of {dims} "
-                "dims there"
+                f"{name} in {folder}: has {array.dtype} {array.shape}; this file of MNIST must "
+                f"have uint8 in {dims} dims"
             )
     train, test = (
         Images(pixels, labels.astype(np.int64), white=255)
@@ -80,13 +80,13 @@ def _parse(path: Path, file: BinaryIO) -> np.ndarray:
     magic = file.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] > _MOST_DIMS:
         raise DataError(
-            f"{path}: is no IDX file: it begins {magic.hex(' ') or 'with nothing'}, not 00 00, a "
-            f"type in {', '.join(f'{code:02x}' for code in _TYPES)}, and the number of dims, at "
-            f"most {_MOST_DIMS}"
+            f"{path}: is not an IDX file: it begins with {magic.hex(' ') or 'nothing'}; expected "
+            f"00 00, then a type ({', '.join(f'{code:02x}' for code in _TYPES)}), then the number "
+            f"of dims, at most {_MOST_DIMS}"
         )
     header = file.read(4 * magic[3])
     if len(header) < 4 * magic[3]:
-        raise DataError(f"{path}: ends within its header, which announces {magic[3]} dims")
+        raise DataError(f"{path}: ends inside its header, which states {magic[3]} dims")
     shape = struct.unpack(f">{magic[3]}I", header)
     dtype = np.dtype(_TYPES[magic[2]])
     expected = math.prod(shape) * dtype.itemsize
@@ -94,8 +94,8 @@ def _parse(path: Path, file: BinaryIO) -> np.ndarray:
     if len(content) != expected:
         came = f"has {len(content):,}" if len(content) < expected else "has more"
         raise DataError(
-            f"{path}: {dtype.newbyteorder('=').name} {shape} takes {expected:,} bytes, the file "
-            f"{came}; get it again"
+            f"{path}: {dtype.newbyteorder('=').name} {shape} needs {expected:,} bytes, but the "
+            f"file {came}; download it again"
         )
     return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="))
 

@@ -82,14 +82,14 @@ def check_batch(who: str, batch: Any, context: int, *, may_be_empty: bool = Fals
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         parts = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise ShapeError(
-            f"{who}: a batch is a pair (inputs, targets), and {type(batch).__name__}{parts} came; "
-            f"pass two arrays of shape (sequences, tokens)"
+            f"{who}: a batch is a pair (inputs, targets), but got {type(batch).__name__}{parts}; "
+            "pass two arrays of shape (sequences, tokens)"
         )
     for name, array in zip(NAMES, batch, strict=True):
         if not is_array(array):
             raise DtypeError(
-                f"{who}: {name} are {type(array).__name__}, no array; pass an array of integers "
-                f"of shape (sequences, tokens)"
+                f"{who}: {name} are of type {type(array).__name__}, not an array; pass an array of "
+                "integers of shape (sequences, tokens)"
             )
         if array.dtype.kind not in "iu":
             raise DtypeError(f"{who}: {name} have dtype {array.dtype}; pass tokens as integers")
@@ -98,8 +98,8 @@ def check_batch(who: str, batch: Any, context: int, *, may_be_empty: bool = Fals
     inputs, targets = batch
     if inputs.shape != targets.shape:
         raise ShapeError(
-            f"{who}: inputs have shape {inputs.shape}, targets {targets.shape}; pass a target for "
-            f"each input"
+            f"{who}: inputs have shape {inputs.shape}, targets {targets.shape}; pass one target "
+            "per input"
         )
     sequences, tokens = inputs.shape
     if not (sequences or may_be_empty):
@@ -112,8 +112,8 @@ def check_batch(who: str, batch: Any, context: int, *, may_be_empty: bool = Fals
         )
     if sequences and tokens > context:
         raise ShapeError(
-            f"{who}: sequences of {tokens} tokens are longer than the context of {context}; cut "
-            f"them, or build the model with a longer context"
+            f"{who}: sequences of {tokens} tokens are longer than the context of {context}; "
+            "shorten them, or build the model with a longer context"
         )
 
 
@@ -192,8 +192,8 @@ class BatchMeeting:
         asynchronous = self.strategy.asynchronous
         if asynchronous and local:
             raise PlanError(
-                "step: local=True needs the number of all ranks' tokens, and ranks of an "
-                "asynchronous plan are never together; pass the global batch"
+                "step: local=True needs the number of all ranks' tokens, but ranks of an "
+                "asynchronous plan do not wait for each other; pass the global batch"
             )
         waits_for_none = asynchronous or self.strategy.diverged is not None
         due = step % EVERY == 0 or not self._met
@@ -240,7 +240,7 @@ def own_part(
     idle = np.flatnonzero((of < 0) & (sequences > 0))
     if len(idle):
         raise ConfigError(
-            f"rank {ranks[int(idle[0])]} is a parameter server, which reads no rows, and passes "
+            f"rank {ranks[int(idle[0])]} is a parameter server, which reads no rows, but it passes "
             f"{sequences[idle[0]]} sequences; pass it a batch of shape (0, tokens)"
         )
     filled = np.flatnonzero(sequences)
@@ -252,7 +252,7 @@ def own_part(
     if len(odd):
         raise MismatchError(
             f"rank {ranks[int(odd[0])]} passes sequences of {lengths[odd[0]]} tokens, rank "
-            f"{ranks[first]} of {length}; pass sequences of one length"
+            f"{ranks[first]} of {length}; pass sequences of the same length"
         )
     rows = []
     for reader in range(readers):

@@ -39,7 +39,7 @@ class Text:
 
     @property
     def different(self) -> int:
-        """The number of different symbols."""
+        """Return the number of different symbols."""
         return len(self.symbols)
 
     def encode(self, string: str) -> np.ndarray:
@@ -49,8 +49,8 @@ class Text:
         unknown = sorted(set(string) - table.keys())
         if unknown:
             raise DataError(
-                f"text {self.source}: does not have the symbols {''.join(unknown)!r}; "
-                f"use those it has: {self.symbols!r}"
+                f"text {self.source}: does not have the symbols {''.join(unknown)!r}; use only its "
+                f"symbols: {self.symbols!r}"
             )
         return np.array([table[symbol] for symbol in string], np.int32)
 
@@ -68,8 +68,8 @@ class Text:
             _check_length(f"text {self.source}, {name} part", ids, context)
         if vocabulary is not None and vocabulary < len(self.symbols):
             raise DataError(
-                f"text {self.source}: has {len(self.symbols)} different symbols, more than a "
-                f"vocabulary of {vocabulary}; choose at least {len(self.symbols)}"
+                f"text {self.source}: has {len(self.symbols)} different symbols, more than the "
+                f"vocabulary of {vocabulary}; choose a vocabulary of at least {len(self.symbols)}"
             )
 
 
@@ -99,7 +99,8 @@ def load(source: str = "python") -> Text:
             string = _read_file(path)
     else:
         raise DataError(
-            f"no file or folder {source[:200]!r}; name one, or use 'python' or 'shakespeare'"
+            f"there is no file or folder {source[:200]!r}; name another, or use 'python' or "
+            "'shakespeare'"
         )
     if not string:
         raise DataError(f"text {source}: is empty")

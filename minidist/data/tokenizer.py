@@ -39,7 +39,7 @@ class Tokenizer:
             raise DataError(f"{self.path}: {error.strerror or error}") from error
         except Exception as error:  # the library raises nothing narrower
             reason = str(error).partition("\n")[0]
-            raise DataError(f"{self.path}: is no tokenizer.json: {reason}") from error
+            raise DataError(f"{self.path}: is not a tokenizer.json: {reason}") from error
         self.size = int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str) -> np.ndarray:

@@ -120,14 +120,14 @@ class MemoryAccount:
 
     @property
     def now(self) -> dict[str, int]:
-        """Live bytes by category, and their "total"."""
+        """Return live bytes by category, and their "total"."""
         with self._lock:
             self._settle()
             return dict(self._now)
 
     @property
     def peak(self) -> dict[str, int]:
-        """The highest bytes of each category since the last reset, and the highest sum
+        """Return the highest bytes of each category since the last reset, and the highest sum
         ("total")."""
         with self._lock:
             return dict(self._peak)
@@ -147,7 +147,8 @@ class MemoryAccount:
             }
 
     def snapshot(self) -> dict[str, dict[str, int]]:
-        """{"parameters": {"now": bytes, "peak": bytes}, …, "total": {…}}, for metrics.json."""
+        """Return {"parameters": {"now": bytes, "peak": bytes}, …, "total": {…}}, for
+        metrics.json."""
         now = self.now
         peak = self.peak
         return {name: {"now": now[name], "peak": peak[name]} for name in now}

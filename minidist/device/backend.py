@@ -158,8 +158,7 @@ def on_gpu(number: int | None) -> Any:
     cuda = module_for("cuda").cuda
     if number >= (count := cuda.runtime.getDeviceCount()):
         raise DeviceError(
-            f"GPU {number}: there {'is' if count == 1 else 'are'} {count}, counted from 0; name "
-            "others"
+            f"GPU {number}: this machine has {count}, numbered from 0; choose another number"
         )
     return cuda.Device(number)
 
@@ -325,7 +324,8 @@ def narrow(array: Array, kind: np.dtype, out: Array | None = None) -> Array:
 
 
 def add_into(total: Array, array: Array) -> None:
-    """total += array; low precision is added in float32 and rounded once, as a GPU does it."""
+    """Add `array` to `total` in place; low precision is added in float32 and rounded once, as a GPU
+    does it."""
     alone = not on_host(total) and array.dtype == total.dtype
     if total.dtype in LOW_PRECISION and not alone:
         narrow(widen(total) + widen(array), total.dtype, total)
@@ -408,7 +408,7 @@ def _draw(
         index = xp.asarray(index)
         if index.dtype.kind not in "iu":
             raise ConfigError(
-                f"random numbers are drawn at integer positions, not {dtype_name(index.dtype)}"
+                f"positions of random numbers must be integers, not {dtype_name(index.dtype)}"
             )
     flat = index if isinstance(index, range) else index.reshape(-1)
     result = xp.empty(len(flat), kind)

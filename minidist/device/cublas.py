@@ -92,9 +92,9 @@ class Products:
         """
         if a.ndim != 2 or b.ndim != 2 or a.dtype != b.dtype or str(a.dtype) not in _KINDS:
             raise ShapeError(
-                f"a product {a.dtype} {a.shape} @ {b.dtype} {b.shape} in a captured step: it "
-                f"takes two matrices in one of {', '.join(_KINDS)}; heads of more than 128 "
-                "columns have others"
+                f"a product {a.dtype} {a.shape} @ {b.dtype} {b.shape} in a captured step: it needs "
+                f"two matrices of one dtype, {', '.join(_KINDS)}; attention heads of more than 128 "
+                "columns need other products"
             )
         (m, k) = a.shape
         n = b.shape[1]
@@ -178,6 +178,6 @@ def load() -> Any:
         return ctypes.CDLL(name)
     except OSError as error:
         raise DeviceError(
-            f"{name}, which a captured step multiplies by, cannot be loaded: {error}; train "
-            "without --graph"
+            f"{name}, which a captured step uses for matrix products, cannot be loaded: {error}; "
+            "train without --graph"
         ) from error

@@ -15,7 +15,7 @@ _VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32
 
 
 def _bits(number: int) -> np.ndarray:
-    """A uint32 without dims, which ufuncs take without conversion."""
+    """Return a uint32 without dims, which ufuncs take without conversion."""
     return np.asarray(number, np.uint32)
 
 
@@ -35,8 +35,8 @@ _DOWN = np.float32(2.0**-110)
 
 
 def to_float32(array: np.ndarray) -> np.ndarray:
-    """float16 of any shape -> float32, exactly, by a table. A transposed matrix stays transposed in
-    memory."""
+    """Return float16 of any shape as float32, exactly, by a table. A transposed matrix stays
+    transposed in memory."""
     if array.flags.f_contiguous and not array.flags.c_contiguous:
         return to_float32(array.T).T
     return np.take(_VALUES, array.view(np.uint16), mode="clip")

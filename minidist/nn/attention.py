@@ -54,7 +54,8 @@ class CausalSelfAttention(Module):
         return self.out(y.transpose(0, 2, 1, 3).reshape(*qkv.shape[:-1], queries))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
-        """q (B, H, T, D), k and v (B, H_kv, T, D), global positions (T,) -> (B, H, T, D)."""
+        """Return the attention of q (B, H, T, D) to k and v (B, H_kv, T, D) at global positions
+        (T,): (B, H, T, D)."""
         if self.rotary:
             q = self.rotate(q, positions)
             k = self.rotate(k, positions)
@@ -65,13 +66,13 @@ class CausalSelfAttention(Module):
         return ops.rotary(x, positions, base=self.rope_theta, scaling=self.rope_scaling)
 
     def see(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of whole sequences, to all keys up to a query or to those that the pattern
-        shows; as attend."""
+        """Return attention of whole sequences, to all keys up to a query or to those that the
+        pattern shows; as attend."""
         if self.pattern is None:
             return ops.causal_attention(q, k, v, keep=self.keeps_scores)
         return ops.sparse_attention(q, k, v, blocks=pattern_blocks(self.pattern, q.shape[2]))
 
     def _by_head(self, x: Tensor) -> Tensor:
-        """(B, T, heads·D) -> (B, heads, T, D)"""
+        """Return (B, T, heads·D) as (B, heads, T, D)."""
         b, t, n = x.shape
         return x.reshape(b, t, n // self.head_width, self.head_width).transpose(0, 2, 1, 3)

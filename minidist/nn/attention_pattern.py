@@ -54,13 +54,13 @@ def check_pattern(pattern: str, context: int) -> None:
             continue
         if name not in NAMES:
             raise ConfigError(
-                f"attention pattern {pattern!r}: {term!r} is no pattern; write {SPELLINGS}"
+                f"attention pattern {pattern!r}: {term!r} is not a pattern; write {SPELLINGS}"
             )
         number = int(value) if value.isascii() and value.isdigit() and len(value) < DIGITS else 0
         if name == "global" and number < 1:
             raise ConfigError(
-                f"attention pattern {pattern!r}: {term!r} needs a number of blocks from 1, as "
-                "global:2"
+                f"attention pattern {pattern!r}: {term!r} needs a number of blocks, at least 1, "
+                "for example global:2"
             )
         if name != "global" and (number < SIDE or number % SIDE):
             near = max(1, round(number / SIDE)) * SIDE
@@ -71,8 +71,8 @@ def check_pattern(pattern: str, context: int) -> None:
     blind = np.flatnonzero(~pattern_blocks(pattern, context).any(axis=1))
     if len(blind):
         raise ConfigError(
-            f"attention pattern {pattern!r}: block {blind[0]} of the queries sees no block of "
-            "keys up to its own; show it at least one"
+            f"attention pattern {pattern!r}: block {blind[0]} of the queries attends to no block "
+            "of keys at or before its own; let it attend to at least one"
         )
 
 
@@ -83,18 +83,18 @@ def _check_rows(value: str, count: int) -> None:
     for number, row in enumerate(rows):
         if not row or set(row) - set("0123456789abcdef"):
             raise ConfigError(
-                f"attention pattern rows: row {number} is {row!r}; it is a hexadecimal number in "
-                "lower case, as 1f"
+                f"attention pattern rows: row {number} is {row!r}; expected a hexadecimal number "
+                "in lower case, for example 1f"
             )
         if int(row, 16) >> (number + 1):
             raise ConfigError(
                 f"attention pattern rows: row {number} shows a block after block {number}; "
-                "attention is causal, so leave these bits 0"
+                "attention is causal, so set these bits to 0"
             )
     if len(rows) < count:
         raise ConfigError(
-            f"attention pattern rows: {len(rows)} rows; the context has {count} blocks of {SIDE} "
-            "tokens, and needs as many rows"
+            f"attention pattern rows: {len(rows)} rows, but the context has {count} blocks of "
+            f"{SIDE} tokens; give one row per block"
         )
 
 
@@ -128,12 +128,12 @@ def pattern_blocks(pattern: str, tokens: int) -> np.ndarray:
 
 
 def _rows(value: str, count: int) -> np.ndarray:
-    """The first `count` rows and columns of a mask in hexadecimal: (count, count) bool."""
+    """Return the first `count` rows and columns of a mask in hexadecimal: (count, count) bool."""
     rows = value.split("/")
     if len(rows) < count:
         raise ShapeError(
-            f"attention pattern rows: a sequence of {count} blocks of {SIDE} tokens is longer "
-            f"than the {len(rows)} rows of the pattern; cut it, or give a pattern with more rows"
+            f"attention pattern rows: a sequence of {count} blocks of {SIDE} tokens is longer than "
+            f"the {len(rows)} rows of the pattern; shorten it, or give a pattern with more rows"
         )
     nbytes = -(-count // 8)
     words = b"".join(
@@ -184,19 +184,18 @@ def _from_file(name: str) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"attention pattern block:{name}: {getattr(error, 'strerror', None) or 'no text'}; "
-            f"give a file of 0 and 1, a line for each {SIDE} queries"
+            f"give a file of the digits 0 and 1, with one line per {SIDE} queries"
         ) from error
     rows = ["".join(line.split()) for line in lines if line.strip()]
     for number, row in enumerate(rows):
         if set(row) - {"0", "1"}:
             raise ConfigError(
-                f"attention pattern block:{name}: line {number + 1} is {row[:20]!r}; it is made "
-                f"of 0 and 1, a character for each {SIDE} keys"
+                f"attention pattern block:{name}: line {number + 1} is {row[:20]!r}; use only the "
+                f"digits 0 and 1, one character per {SIDE} keys"
             )
     if not rows:
         raise ConfigError(
-            f"attention pattern block:{name}: the file is empty; write a line for each {SIDE} "
-            "queries"
+            f"attention pattern block:{name}: the file is empty; write one line per {SIDE} queries"
         )
     return "rows:" + "/".join(f"{int(row[::-1], 2):x}" for row in rows)
 

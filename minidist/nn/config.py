@@ -61,12 +61,12 @@ class MixtureConfig:
         if self.experts < 1 or not 1 <= self.top_k <= self.experts or self.shared < 0:
             raise ConfigError(
                 f"mixture: {self.experts} experts, top_k={self.top_k}, {self.shared} shared; "
-                "needs 1 expert or more, top_k from 1 to their number, and no fewer than 0 "
-                "shared"
+                "choose 1 expert or more, top_k from 1 to the number of experts, shared 0 or more"
             )
         if self.capacity is not None and not self.capacity > 0.0:
             raise ConfigError(
-                f"mixture: capacity is {self.capacity!r}; it is above 0, or None to drop nothing"
+                f"mixture: capacity is {self.capacity!r}; it must be above 0, or None to drop no "
+                "token"
             )
         if self.balance not in BALANCES:
             raise ConfigError(
@@ -79,8 +79,8 @@ class MixtureConfig:
         ):
             raise ConfigError(
                 f"mixture: noise {self.noise!r}, balance_weight {self.balance_weight!r} and "
-                f"bias_rate {self.bias_rate!r} are 0 or more, hidden {self.hidden!r} is 1 or "
-                "more or None"
+                f"bias_rate {self.bias_rate!r} must be 0 or more; hidden {self.hidden!r} must be 1 "
+                "or more, or None"
             )
         self._check_nodes()
 
@@ -90,8 +90,8 @@ class MixtureConfig:
             min(self.nodes, default=0) < 1 or sum(self.nodes) != self.experts
         ):
             raise ConfigError(
-                f"mixture: nodes hold {self.nodes} experts; give each node 1 or more of the "
-                f"{self.experts}, or a number of nodes"
+                f"mixture: nodes is {self.nodes}; give the number of experts on each node, each 1 "
+                f"or more, {self.experts} in all, or only the number of nodes"
             )
         if isinstance(self.nodes, int) and not 1 <= self.nodes <= self.experts:
             raise ConfigError(
@@ -99,38 +99,37 @@ class MixtureConfig:
                 f"{self.experts}"
             )
         if self.node_limit is not None and self.node_limit < 1:
-            raise ConfigError(
-                f"mixture: node_limit is {self.node_limit}; a token's experts lie on 1 node or more"
-            )
+            raise ConfigError(f"mixture: node_limit is {self.node_limit}; it must be 1 or more")
         few = sum(sorted(self.node_counts)[: self.node_limit])
         if self.node_limit is not None and few < self.top_k:
             raise ConfigError(
                 f"mixture: node_limit={self.node_limit} with {self.node_counts} experts on the "
-                f"nodes can leave a token {few}, and top_k is {self.top_k}; allow more nodes, or "
-                "a smaller top_k"
+                f"nodes limits a token to {few}, but top_k is {self.top_k}; choose a larger "
+                "node_limit or a smaller top_k"
             )
         for layer in self.placement or ():
             if sorted(layer) != list(range(self.experts)):
                 raise ConfigError(
-                    f"mixture: a placement is {layer}; it names each of {self.experts} experts "
-                    "once, by number from 0"
+                    f"mixture: the placement of a layer is {layer}; it must list each of the "
+                    f"{self.experts} experts exactly once, by number from 0"
                 )
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        """The number of experts on each node."""
+        """Return the number of experts on each node."""
         if isinstance(self.nodes, tuple):
             return self.nodes
         edges = bounds(self.experts, self.nodes or 1)
         return tuple(stop - start for start, stop in pairwise(edges))
 
     def order(self, layer: int) -> np.ndarray:
-        """The experts of a layer in the order in which they lie on ranks: (experts,) integers."""
+        """Return the experts of a layer in the order in which they lie on ranks: (experts,)
+        integers."""
         chosen = range(self.experts) if self.placement is None else self.placement[layer]
         return np.array(chosen, np.int64)
 
     def node_of(self, layer: int) -> np.ndarray:
-        """The node of each expert of a layer: (experts,) integers."""
+        """Return the node of each expert of a layer: (experts,) integers."""
         found = np.empty(self.experts, np.int64)
         found[self.order(layer)] = np.repeat(np.arange(len(self.node_counts)), self.node_counts)
         return found
@@ -183,12 +182,14 @@ class GPTConfig:
             if not (type(value) is int and value >= 1) and not (
                 name in ("kv_heads", "mlp_width") and value is None
             ):
-                raise ConfigError(f"GPT: {name} is {value!r}; it must be a whole number from 1")
+                raise ConfigError(
+                    f"GPT: {name} is {value!r}; it must be a whole number, at least 1"
+                )
         placement = self.mixture and self.mixture.placement
         if placement and len(placement) != self.layers:
             raise ConfigError(
-                f"GPT: experts are placed in {len(placement)} layers, the model has "
-                f"{self.layers}; give one order of the experts for each layer"
+                f"GPT: placement lists {len(placement)} layers, but the model has {self.layers}; "
+                "give one order of the experts for each layer"
             )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -202,13 +203,14 @@ class GPTConfig:
             )
         if self.heads % self.key_heads:
             raise ConfigError(
-                f"GPT: {self.heads} heads do not divide among {self.key_heads} key and value "
-                f"heads; use kv_heads in {divisors(self.heads)}"
+                f"GPT: {self.heads} heads cannot be divided equally among {self.key_heads} key and "
+                f"value heads; use kv_heads in {divisors(self.heads)}"
             )
         if self.positions == "rotary" and self.head_width % 2:
             raise ConfigError(
-                f"GPT: rotary positions turn pairs, but heads are {self.head_width} wide (width "
-                f"{self.width} / {self.heads} heads); make that even, or use learned positions"
+                "GPT: rotary positions rotate pairs of numbers, but the width of a head is "
+                f"{self.head_width} (width {self.width} / {self.heads} heads); choose an even "
+                "width of a head, or use learned positions"
             )
         for name in ("norm_eps", "rope_theta"):
             if not is_positive(getattr(self, name)):
@@ -224,8 +226,8 @@ class GPTConfig:
             raise ConfigError(f"GPT: dropout is {self.dropout!r}; it must be in [0, 1)")
         if backend.dtype(self.dtype) not in backend.FLOATS:
             raise ConfigError(
-                f"GPT: weights of dtype {self.dtype} cannot learn; "
-                f"use float64, float32, bfloat16 or float16"
+                f"GPT: weights of dtype {self.dtype} cannot be trained; use float64, float32, "
+                "bfloat16 or float16"
             )
         if self.attention_pattern is not None:
             check_pattern(self.attention_pattern, self.context)
@@ -239,31 +241,32 @@ class GPTConfig:
 
     @property
     def head_width(self) -> int:
-        """Numbers per head."""
+        """Return the number of elements per head."""
         return self.width // self.heads
 
     @property
     def key_heads(self) -> int:
-        """The number of heads of keys and of values."""
+        """Return the number of heads of keys and of values."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def hidden(self) -> int:
-        """Width inside the MLP: 4 × width; gated, 8/3 × width (as many parameters), rounded up to a
-        multiple of 8."""
+        """Return the width inside the MLP: 4 × width; gated, 8/3 × width (as many parameters),
+        rounded up to a multiple of 8."""
         if self.mlp_width is not None:
             return self.mlp_width
         return 4 * self.width if self.activation == "gelu" else -(-self.width // 3) * 8
 
     @property
     def expert_numbers(self) -> int:
-        """The number of weights of all experts except the shared ones."""
+        """Return the number of weights of all experts except the shared ones."""
         mixture = self.mixture
         return 0 if mixture is None else self.layers * mixture.experts * self._mlp_numbers
 
     @property
     def numbers(self) -> int:
-        """The number of weights of all matrices: all of the model except biases and norms."""
+        """Return the number of weights of all matrices: all of the model except biases and
+        norms."""
         attention = self.width * self.head_width * 2 * (self.heads + self.key_heads)
         mlps = 1 if self.mixture is None else self.mixture.shared
         gate = 0 if self.mixture is None else self.width * self.mixture.experts
@@ -280,11 +283,11 @@ class GPTConfig:
         return self.width * hidden * (2 if self.activation == "gelu" else 3)
 
     def as_dict(self) -> dict[str, object]:
-        """All fields, for the JSON of a run; mixture and rope_scaling as dicts."""
+        """Return all fields, for the JSON of a run; mixture and rope_scaling as dicts."""
         return asdict(self)
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n, ascending."""
+    """Return all divisors of n, ascending."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})

@@ -29,7 +29,7 @@ from minidist.device.backend import Array, array_module, is_virtual, to_host, wi
 
 
 def plain_limited_choice(scores: np.ndarray, node_of: np.ndarray, limit: int, k: int) -> np.ndarray:
-    """The experts of one token, best first: scores (E,), and the node of each expert (E,) ->
+    """Return the experts of one token, best first: scores (E,), and the node of each expert (E,) ->
     (k,)."""
     best = -(-k // limit)  # as many of a node may well be chosen
     sums = [
@@ -136,8 +136,8 @@ def _best_swap(
     copies, e, f)."""
 
     def moved(here: int, there: int) -> np.ndarray:
-        """For each token, copies more or fewer if one of its experts moves from `here` to
-        `there`."""
+        """Return for each token by how many its copies change if one of its experts moves from
+        `here` to `there`."""
         new = (home != there) & (held[:, there] == 0)
         gone = (home != here) & (held[:, here] == 1)
         return np.asarray(new.astype(np.float64) - gone)

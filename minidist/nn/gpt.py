@@ -60,16 +60,16 @@ class Output:
     this object."""
 
     def last(self, x: Tensor) -> Tensor:
-        """The hidden state of the last token: (B, T, width) -> (B, 1, width)."""
+        """Return the hidden state of the last token: (B, T, width) -> (B, 1, width)."""
         return x[:, -1:]
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
-        """Logits (…, vocabulary), targets (…) -> the sum of the cross-entropies, divided by
-        `divisor`: one number."""
+        """Return the sum of the cross-entropies of logits (…, vocabulary) and targets (…), divided
+        by `divisor`: one number."""
         return ops.cross_entropy(logits, targets, divisor=divisor)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """The logits of the whole vocabulary: (…, vocabulary)."""
+        """Return the logits of the whole vocabulary: (…, vocabulary)."""
         return logits
 
 
@@ -103,7 +103,7 @@ class GPT(Module):
     def forward(
         self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None
     ) -> Tensor:
-        """Logits (B, T, vocabulary).
+        """Return logits (B, T, vocabulary).
 
         Args:    ids: (B, T) integers, or SortedIds of them.
                  positions: (T,) global positions; default: 0..T-1. A shard of the sequence passes
@@ -116,7 +116,7 @@ class GPT(Module):
     def hidden(
         self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None
     ) -> Tensor:
-        """The output of the last block: (B, T, width). Args, Raises: as forward's."""
+        """Return the output of the last block: (B, T, width). Args, Raises: as forward's."""
         ids = np.asarray(ids) if isinstance(ids, (list, tuple)) else ids
         if len(ids.shape) != 2:
             raise ShapeError(
@@ -130,8 +130,8 @@ class GPT(Module):
         return x
 
     def embed(self, ids: Array, positions: Array, key: DropoutKey | None = None) -> Tensor:
-        """Ids (B, T), positions (T,), both better on the host (autograd/ops/gather.py) -> (B, T,
-        width).
+        """Return the embeddings (B, T, width) of ids (B, T) at positions (T,), both better on the
+        host (autograd/ops/gather.py).
 
         Raises:  ShapeError for more tokens than the context holds.
         """
@@ -140,14 +140,14 @@ class GPT(Module):
             if positions.shape[0] > self.config.context:
                 raise ShapeError(
                     f"GPT: sequences of {positions.shape[0]} tokens are longer than the context of "
-                    f"{self.config.context}; cut them, or build the model with a longer context"
+                    f"{self.config.context}; shorten them, or build the model with a longer context"
                 )
             x = x + self.positions(positions)
         return self.dropout(x, key)
 
     def project(self, x: Tensor) -> Tensor:
-        """(…, width) -> logits (…, vocabulary); those of a slice, if a strategy has split the
-        vocabulary."""
+        """Return the logits (…, vocabulary) of x (…, width); those of a slice, if a strategy has
+        split the vocabulary."""
         x = self.norm(x)
         return self.tokens.unembed(x) if self.head is None else self.head(x)
 
@@ -160,7 +160,7 @@ class GPT(Module):
         positions: Array | None = None,
         key: DropoutKey | None = None,
     ) -> Tensor:
-        """The sum of the cross-entropies of all tokens and of the balance losses, divided by
+        """Return the sum of the cross-entropies of all tokens and of the balance losses, divided by
         `divisor`: one number.
 
         Args:    inputs, targets: (B, T) integers; positions, key: as forward's.
@@ -187,8 +187,8 @@ class GPT(Module):
         """
         if not len(ids) or not temperature >= 0.0:
             raise ConfigError(
-                f"generate: needs at least one first token and temperature from 0; "
-                f"came {len(ids)} tokens, temperature {temperature!r}"
+                "generate: needs at least one token to start from, and a temperature of 0 or more; "
+                f"got {len(ids)} tokens, temperature {temperature!r}"
             )
         first = positions_in("generate", np.asarray(ids), self.config.vocabulary)
         text = np.concatenate([first, np.zeros(count, np.int64)])
@@ -203,7 +203,7 @@ class GPT(Module):
 
 
 def pick(logits: np.ndarray, temperature: float, chance: float) -> int:
-    """The id that `chance` in [0, 1) selects, if softmax(logits / temperature) divides that
+    """Return the id that `chance` in [0, 1) selects, if softmax(logits / temperature) divides that
     interval among the ids."""
     wide = logits.astype(np.float64)
     if temperature == 0.0:

@@ -69,8 +69,8 @@ class _Passage:
         self.marker.register_hook(lambda dy: self._run("backward"))
 
     def leave(self, result: Any) -> Any:
-        """The module's result; every Tensor in it that requires a gradient goes through a leave
-        node."""
+        """Return the module's result; every Tensor in it that requires a gradient goes through a
+        leave node."""
         if isinstance(result, (tuple, list)):
             return type(result)(self.leave(part) for part in result)
         if not isinstance(result, Tensor) or not result.requires_grad:

@@ -55,7 +55,7 @@ class Embedding(Module):
         return ops.embedding(self.weight, ids)
 
     def unembed(self, x: Tensor) -> Tensor:
-        """Logits from the same (tied) table: (…, width) -> (…, count)."""
+        """Return logits from the same (tied) table: (…, width) -> (…, count)."""
         return ops.unembed(x, self.weight)
 
 
@@ -72,8 +72,8 @@ class DropoutKey:
 
     @staticmethod
     def of_sequences(seed: int, step: int, first: int, count: int, length: int) -> "DropoutKey":
-        """The key of `count` whole sequences of `length` tokens; the first has number `first` in
-        the batch."""
+        """Return the key of `count` whole sequences of `length` tokens; the first has number
+        `first` in the batch."""
         return DropoutKey(
             seed, step, np.arange(first * length, (first + count) * length).reshape(count, length)
         )
@@ -91,14 +91,14 @@ class Dropout(Module):
     def forward(
         self, x: Tensor, key: DropoutKey | None = None, *, residual: Tensor | None = None
     ) -> Tensor:
-        """x after dropout, plus `residual`, in one pass. Raises: ConfigError if a rate above 0
-        trains without a key."""
+        """Return x after dropout, plus `residual`, in one pass. Raises: ConfigError if a rate above
+        0 trains without a key."""
         if not self.training or self.rate == 0.0:
             return x if residual is None else residual + x
         if key is None:
             raise ConfigError(
-                f"dropout {self.path!r} of rate {self.rate} trains without a key; "
-                f"pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()"
+                f"dropout {self.path!r} of rate {self.rate} is in training mode but got no key; "
+                "pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()"
             )
         stream = None if key.streams is None else key.streams[self.path]
         return ops.dropout(

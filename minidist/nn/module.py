@@ -48,10 +48,10 @@ class Module(ABC):
 
     @abstractmethod
     def forward(self, *args: Any, **options: Any) -> Any:
-        """The function of the module. Call the module itself, so that its hooks run."""
+        """Compute the function of the module. Call the module itself, so that its hooks run."""
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
-        """The result of forward, with the hooks run around it."""
+        """Return the result of forward, with the hooks run around it."""
         result: Tensor = (
             self.run(*args, **options)
             if self._hooks is None
@@ -60,7 +60,8 @@ class Module(ABC):
         return result
 
     def run(self, *args: Any, **options: Any) -> Any:
-        """The result of forward, without hooks; a recomputed module keeps no arrays from inside."""
+        """Return the result of forward, without hooks; a recomputed module keeps no arrays from
+        inside."""
         if not self.recomputed:
             return self.forward(*args, **options)
         keep = None if self.keeper is None else partial(self.keeper, self.path, args[1:])
@@ -69,14 +70,15 @@ class Module(ABC):
     # ------------------------------------------------------------------------------------ its parts
 
     def children(self) -> Iterator[tuple[str, "Module"]]:
-        """(name, module) of the direct parts: "norm", "blocks.0", …; in order of assignment."""
+        """Yield (name, module) of the direct parts: "norm", "blocks.0", …; in order of
+        assignment."""
         return ((name, part) for name, part in self._parts() if not isinstance(part, Parameter))
 
     def named_modules(
         self, prefix: str = "", seen: set[int] | None = None
     ) -> Iterator[tuple[str, "Module"]]:
-        """(dotted path, module) of this module (its path is the prefix) and of all below, each
-        once."""
+        """Yield (dotted path, module) of this module (its path is the prefix) and of all below,
+        each once."""
         seen = set() if seen is None else seen
         ahead: list[tuple[str, Module]] = [(prefix, self)]  # the next one last
         while ahead:
@@ -93,8 +95,8 @@ class Module(ABC):
         return (module for _, module in self.named_modules())
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """(dotted path, parameter), each parameter once, under its first path: tied weights appear
-        once."""
+        """Yield (dotted path, parameter), each parameter once, under its first path: tied weights
+        appear once."""
         seen: set[int] = set()
         for path, module in self.named_modules(prefix):
             for name, part in module._parts():
@@ -108,7 +110,7 @@ class Module(ABC):
         return (parameter for _, parameter in self.named_parameters())
 
     def _parts(self) -> list[tuple[str, Any]]:
-        """(name, Module or Parameter) of the direct parts, also those in lists, tuples and
+        """Return (name, Module or Parameter) of the direct parts, also those in lists, tuples and
         dicts."""
         parts: list[tuple[str, Any]] = []
         for name, value in vars(self).items():
@@ -143,7 +145,7 @@ class Module(ABC):
                 parameter.seed = seed
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all parameters on the host, by dotted path."""
+        """Return copies of all parameters on the host, by dotted path."""
         return {
             name: np.array(to_host(parameter.data)) for name, parameter in self.named_parameters()
         }
@@ -257,12 +259,12 @@ def _is_part(kind: type) -> bool:
 
 
 def _join(path: str, name: str) -> str:
-    """The dotted path of the part `name` of the module at `path`."""
+    """Return the dotted path of the part `name` of the module at `path`."""
     return f"{path}.{name}" if path else name
 
 
 def _some(names: list[str]) -> str:
-    """ "none", or the first three names and the number of the others."""
+    """Return "none", or the first three names and the number of the others."""
     return (
         ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         if names

@@ -71,7 +71,7 @@ class Sequences:
         return tokens
 
     def total(self, share: Array) -> Array:
-        """The sum of one number over all ranks that have tokens of these sequences."""
+        """Return the sum of one number over all ranks that have tokens of these sequences."""
         return share
 
 
@@ -90,7 +90,8 @@ class Experts(Module):
         self.down = Weight(out, Init("normal", out_std), dtype=dtype)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows sorted by expert (R, width), and the number of each expert's rows -> (R, width)."""
+        """Return the results (R, width) of rows (R, width) that are sorted by expert; `counts`: the
+        number of each expert's rows."""
         up = ops.grouped_linear(rows, self.up, counts=counts)
         inner = (
             ops.gelu(up)
@@ -199,7 +200,8 @@ class Mixture(Module):
     # ------------------------------------------------------------------------------------- the gate
 
     def _scores(self, x: Tensor, key: DropoutKey | None) -> Tensor:
-        """(B, T, width) -> (B, T, experts), in float32 at least, with noise in training."""
+        """Return the scores (B, T, experts) of x (B, T, width), in float32 at least, with noise in
+        training."""
         scores = self.scores(x)
         if scores.dtype in LOW_PRECISION:
             scores = ops.cast(scores, "float32")
@@ -207,8 +209,8 @@ class Mixture(Module):
             return scores
         if key is None:
             raise ConfigError(
-                f"mixture {self.path!r} with noise {self.config.noise} trains without a key; "
-                f"pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()"
+                f"mixture {self.path!r} with noise {self.config.noise} is in training mode but got "
+                "no key; pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()"
             )
         xp = array_module(scores.data)
         tokens = xp.asarray(self.sequences.keys(key.tokens), dtype="int64")
@@ -252,7 +254,8 @@ class Mixture(Module):
         return (sequence * self.config.experts + chosen).reshape(-1)
 
     def _balanced(self, y: Tensor, chances: Tensor) -> Tensor:
-        """y, connected to the gradient of the balance loss; sets `balance` to the loss itself.
+        """Return y, connected to the gradient of the balance loss; set `balance` to the loss
+        itself.
 
         The loss is the sum over tokens of weight · E · Σ_e f_e p_e, where f_e is the share of the
         choices in the token's sequence that fell on e: weight · T for a sequence if all are equal.
@@ -273,7 +276,7 @@ class Mixture(Module):
     # ---------------------------------------------------------------------------------- the experts
 
     def _apply(self, x: Tensor, chances: Tensor, routing: Routing) -> Tensor:
-        """The sum of the experts' results for each token, weighted by `chances`."""
+        """Return the sum of the experts' results for each token, weighted by `chances`."""
         width = x.shape[-1]
         experts = self.config.experts
         top_k = self.config.top_k
@@ -298,7 +301,9 @@ def mixture(model: "GPT", config: MixtureConfig) -> "GPT":
     Raises:  ConfigError if the weights are drawn already.
     """
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
-        raise ConfigError("mixture: the model's weights are drawn already; make it a mixture first")
+        raise ConfigError(
+            "mixture: the model's weights are initialized already; call mixture before model.initialize"
+        )
     for layer, block in enumerate(model.blocks):
         block.mlp = Mixture(model.config, config, layer)
     model.config = replace(model.config, mixture=config)

@@ -76,7 +76,7 @@ class Family:
 
     @property
     def table(self) -> str:
-        """The published name of the token table, with the prefix."""
+        """Return the published name of the token table, with the prefix."""
         return self.prefix + next(iter(self.top))
 
     def here(self, theirs: str) -> tuple[str, int] | None:

@@ -105,8 +105,8 @@ class Published:
                 turned = needed[::-1] if self.family.is_turned(name) else needed
                 if self._file.shapes[theirs] != turned:
                     raise self._error(
-                        f"{theirs} has shape {self._file.shapes[theirs]}, a {self.family.title} of "
-                        f"width {self.config.width} has {turned}"
+                        f"{theirs} has shape {self._file.shapes[theirs]}, but a "
+                        f"{self.family.title} of width {self.config.width} needs {turned}"
                     )
         if missing:
             raise self._error(f"{missing[0]} is missing ({len(missing)} in all)")
@@ -141,7 +141,7 @@ def _family(file: Weights) -> Family:
         if {family.table, family.table.removeprefix(family.prefix)} & file.shapes.keys():
             return family
     tables = " nor ".join(f"{family.table} ({family.title})" for family in FAMILIES.values())
-    raise DataError(f"{file.path}: has neither {tables}, so it is none of these models")
+    raise DataError(f"{file.path}: has neither {tables}, so it has the weights of neither model")
 
 
 def _names_here(file: Weights, family: Family) -> dict[str, tuple[str, ...]]:
@@ -156,16 +156,17 @@ def _names_here(file: Weights, family: Family) -> dict[str, tuple[str, ...]]:
         found = family.here(theirs)
         if found is None:
             raise DataError(
-                f"{file.path}: {theirs[:200]!r} is no weight of a {family.title} language model"
+                f"{file.path}: {theirs[:200]!r} is not a weight of a {family.title} language model"
             )
         if file.dtype_of(theirs) not in FLOATS:
             raise DataError(
-                f"{file.path}: {theirs} has dtype {file.dtype_of(theirs)}; weights are floats"
+                f"{file.path}: {theirs} has dtype {file.dtype_of(theirs)}; weights must be floats"
             )
         ours, at = found
         if at in names.setdefault(ours, {}):
             raise DataError(
-                f"{file.path}: holds a weight twice, with and without {family.prefix!r} in front"
+                f"{file.path}: has one weight twice: with and without {family.prefix!r} before its "
+                "name"
             )
         names[ours][at] = theirs
     for ours, parts in names.items():
@@ -255,7 +256,7 @@ def _config(
         shape = file.shapes[names[name][0]] if name in names else ()
         if len(shape) != 2:
             missing = family.published(name)[0]
-            raise DataError(f"{file.path}: {missing} is missing or is no matrix")
+            raise DataError(f"{file.path}: {missing} is missing or is not a matrix")
         return shape[::-1] if family.is_turned(name) else shape
 
     settings = {size: about.get(setting) for setting, size in family.sizes.items()}
@@ -265,27 +266,28 @@ def _config(
     context = matrix("positions.weight")[0] if learned else settings["context"]
     if context is None:
         raise ConfigError(
-            f"{file.path}: needs {CONFIG} beside it, with max_position_embeddings and "
+            f"{file.path}: needs {CONFIG} in the same folder, with max_position_embeddings and "
             "num_attention_heads"
         )
     if None not in (heads, settings["heads"]) and heads != settings["heads"]:
         name = next(setting for setting, size in family.sizes.items() if size == "heads")
         raise ConfigError(
-            f"{file.path}: {CONFIG} says {name}={json.dumps(settings['heads'])}, not {heads}; leave "
-            "the number of heads out"
+            f"{file.path}: {CONFIG} says {name}={json.dumps(settings['heads'])}, not {heads}; omit "
+            "the number of heads"
         )
     heads = heads if settings["heads"] is None else settings["heads"]
     if heads is None:
         raise ConfigError(
-            f"{file.path}: the number of heads is in no weight, and no {CONFIG} lies beside the "
-            "file; give --heads (published GPT-2 models have heads of width 64, so here "
+            f"{file.path}: no weight gives the number of heads, and there is no {CONFIG} in the "
+            "same folder; give --heads (published GPT-2 models have heads of width 64, so here "
             f"{max(1, width // 64)})"
         )
     blocks = {name.split(".")[1] for name in names if name.startswith("blocks.")}
     last = max(map(int, blocks))
     if len(blocks) != last + 1:  # before anything is as large as the number
         raise DataError(
-            f"{file.path}: has weights of {len(blocks)} blocks, and the last is {family.blocks}.{last}"
+            f"{file.path}: has weights of {len(blocks)} blocks, but the last is "
+            f"{family.blocks}.{last}; some blocks are missing"
         )
     config = GPTConfig(
         vocabulary=vocabulary,
@@ -306,8 +308,8 @@ def _config(
         value = getattr(config, size)
         if about.get(setting) not in (None, value):
             raise DataError(
-                f"{file.path}: {CONFIG} says {setting}={json.dumps(about[setting])[:200]}, the weights "
-                f"have {value}"
+                f"{file.path}: {CONFIG} says {setting}={json.dumps(about[setting])[:200]}, but the "
+                f"weights have {value}"
             )
     return config
 
@@ -324,7 +326,7 @@ def published_weights(
     Raises:  ConfigError, one line, if this GPT is not such a model.
     """
     if names not in FAMILIES:
-        raise ConfigError(f"names of {names!r} are not known; choose {' or '.join(NAMES)}")
+        raise ConfigError(f"names {names!r} are not known; choose {' or '.join(NAMES)}")
     family = FAMILIES[names]
     reasons = {
         f"{field} {getattr(config, field)}": getattr(config, field) != value
@@ -339,7 +341,7 @@ def published_weights(
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ConfigError(f"this model has {reason}, and a {family.title} has not")
+            raise ConfigError(f"this model has {reason}, but a {family.title} does not")
     biased = {
         setting: any(
             array.any()
@@ -390,9 +392,7 @@ def write_published(
     beside = Path(path).parent / CONFIG
     text = json.dumps(about, indent=1) + "\n"
     if beside.exists() and not _holds(beside, json.loads(text)):
-        raise ConfigError(
-            f"{beside}: exists, and describes another model; name a file in another folder"
-        )
+        raise ConfigError(f"{beside}: exists and describes another model; write to another folder")
     with whole(path) as draft:
         draft.write_bytes(save(arrays, {"format": "pt"}))
     with whole(beside) as draft:

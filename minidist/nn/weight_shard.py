@@ -83,7 +83,8 @@ class WeightShard(Weight):
 
 
 def _grid(index: ShardIndex, shape: Sequence[int]) -> tuple[Any, ...]:
-    """`index` as one NumPy index, in which integer arrays of several dims combine as a grid."""
+    """Return `index` as one NumPy index, in which integer arrays of several dims combine as a
+    grid."""
     chosen = [
         np.arange(size)[index[dim] if dim < len(index) else slice(None)]
         for dim, size in enumerate(shape)

@@ -39,15 +39,15 @@ class Init:
     def draw(
         self, name: str, seed: int, positions: Any, dtype: Any, *, device: str = "cpu"
     ) -> Array:
-        """The elements of the tensor `name` at integer `positions` (a range or an array of any
-        shape).
+        """Return the elements of the tensor `name` at integer `positions` (a range or an array of
+        any shape).
 
         In low precision they are the rounded float32 values.
         Raises:  ConfigError for an empty name; as backend.module_for, backend.dtype.
         """
         if not name:
             raise ConfigError(
-                "a parameter has no name yet, and its values depend on it; draw through "
+                "a parameter has no name yet, and its values depend on its name; call "
                 "model.initialize(seed), or call model.assign_names() first"
             )
         xp = module_for(device)
@@ -89,8 +89,8 @@ class Weight(Parameter):
 
     @property
     def data(self) -> Array:
-        """The array itself (see Parameter.data). Raises: ConfigError if no values were drawn or
-        loaded."""
+        """Return the array itself (see Parameter.data). Raises: ConfigError if no values were drawn
+        or loaded."""
         if self.arrival is not None:
             self.arrival()
         if not self.drawn:
@@ -112,7 +112,8 @@ class Weight(Parameter):
         self.drawn = True
 
     def draw(self, seed: int, part: Part = (), *, device: str = "cpu", dtype: Any = None) -> Array:
-        """The initial values of `part` of this tensor; () is all of it. Only the part is computed.
+        """Return the initial values of `part` of this tensor; () is all of it. Only the part is
+        computed.
 
             weight.draw(7, (slice(0, 4),))                    # rows 0 to 3
             weight.draw(7, (slice(None), [0, 1, 8, 9]))       # four columns
@@ -133,7 +134,7 @@ class Weight(Parameter):
 
 
 def shape_of(shape: Sequence[int], part: Part) -> tuple[int, ...]:
-    """The shape of `part` of a tensor of this shape, without its positions."""
+    """Return the shape of `part` of a tensor of this shape, without its positions."""
     if isinstance(part, range):
         return (len(part),)
     chosen = [
@@ -144,19 +145,19 @@ def shape_of(shape: Sequence[int], part: Part) -> tuple[int, ...]:
 
 
 def positions_of(shape: Sequence[int], part: Part) -> Any:
-    """The positions of `part` in a flattened tensor: a range, or int64 of the part's shape. Raises:
-    ShapeError."""
+    """Return the positions of `part` in a flattened tensor: a range, or int64 of the part's shape.
+    Raises: ShapeError."""
     if isinstance(part, range):
         if len(part) and not (
             min(part[0], part[-1]) >= 0 and max(part[0], part[-1]) < math.prod(shape)
         ):
             raise ShapeError(
-                f"positions {part} outside a tensor of shape {tuple(shape)}, {math.prod(shape)} "
-                "elements"
+                f"positions {part} are outside a tensor of shape {tuple(shape)}, "
+                f"{math.prod(shape)} elements"
             )
         return part
     if len(part) > len(shape):
-        raise ShapeError(f"{len(part)} indices for a tensor of shape {tuple(shape)}")
+        raise ShapeError(f"{len(part)} indices are too many for a tensor of shape {tuple(shape)}")
     result = np.zeros((), np.int64)
     for dim, size in enumerate(shape):
         try:

@@ -63,7 +63,7 @@ class WeightsFile:
                 length = int.from_bytes(stream.read(8), "little")
                 size = os.fstat(stream.fileno()).st_size
                 if not 2 <= length <= min(_MOST_HEAD, size - 8):
-                    raise DataError(f"{self.path}: is no safetensors file, or is cut off")
+                    raise DataError(f"{self.path}: is not a safetensors file, or is incomplete")
                 head = stream.read(length)
         except OSError as error:
             raise DataError(f"{self.path}: {error.strerror or error}") from error
@@ -71,11 +71,11 @@ class WeightsFile:
         try:
             about = decoded(head)
             if not isinstance(about, dict):
-                raise ValueError("its head is no JSON object")
+                raise ValueError("its header is not a JSON object")
             about.pop("__metadata__", None)
             self._entries = {name: convert(entry, _Entry) for name, entry in about.items()}
         except (ConfigError, ValueError) as error:  # msgspec.ValidationError too
-            raise DataError(f"{self.path}: is no safetensors file: {error}") from error
+            raise DataError(f"{self.path}: is not a safetensors file: {error}") from error
         for name, entry in self._entries.items():
             self._check(name, entry, size - self._start)
         self.shapes = {name: tuple(entry.shape) for name, entry in self._entries.items()}
@@ -88,7 +88,9 @@ class WeightsFile:
             )
         begin, end = entry.data_offsets
         if end - begin != prod(entry.shape) * self.dtype_of(name).itemsize or end > room:
-            raise DataError(f"{self.path}: {name} is not whole; the file is damaged or cut off")
+            raise DataError(
+                f"{self.path}: {name} is incomplete; the file is damaged or its end is missing"
+            )
 
     def dtype_of(self, name: str) -> np.dtype:
         """Return the dtype of an array."""
@@ -109,7 +111,9 @@ class WeightsFile:
         except OSError as error:
             raise DataError(f"{self.path}: {error.strerror or error}") from error
         if count != array.nbytes:
-            raise DataError(f"{self.path}: {name} is not whole; the file is damaged or cut off")
+            raise DataError(
+                f"{self.path}: {name} is incomplete; the file is damaged or its end is missing"
+            )
         return array
 
 

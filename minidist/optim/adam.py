@@ -104,7 +104,7 @@ class Adam(Optimizer):
 
     @property
     def betas(self) -> tuple[float, float]:
-        """b1 and b2."""
+        """Return b1 and b2."""
         return self._betas
 
     @betas.setter
@@ -117,7 +117,8 @@ class Adam(Optimizer):
 
     @property
     def scratch_blocks(self) -> int:  # type: ignore[override]
-        """The number of scratch blocks that `update` gets; the term of weight decay takes two more."""
+        """Return the number of scratch blocks that `update` gets; the term of weight decay takes
+        two more."""
         return 3 if self.weight_decay and not self.apart else 1
 
     def step(
@@ -147,8 +148,9 @@ class Adam(Optimizer):
         ):
             if is_array(lr):
                 raise ConfigError(
-                    f"{type(self).__name__}: only the kernel reads its rate on a GPU, and it takes "
-                    f"float32 weights there, each with a gradient; pass the rate as a number"
+                    f"{type(self).__name__}: only the kernel can read a rate on a GPU, and the "
+                    "kernel needs float32 weights on the GPU, each with a gradient; pass the rate "
+                    "as a number"
                 )
             super().step(lr, scale, roundings=roundings)
 

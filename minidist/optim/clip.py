@@ -44,13 +44,13 @@ def squares_of(gradients: Iterable[Array | None]) -> float | Array:
 
 
 def add_exactly(sums: Iterable[float]) -> float:
-    """The sum of the blocks' sums of squares; the order does not change its bits."""
+    """Return the sum of the blocks' sums of squares; the order does not change its bits."""
     partial = list(sums)
     return math.fsum(partial) if np.isfinite(partial).all() else float(np.sum(partial))
 
 
 def block_sums(gradient: Array) -> Iterator[Array]:
-    """The sum of squares of each block of one tensor: float64, without dims."""
+    """Yield the sum of squares of each block of one tensor: float64, without dims."""
     xp = array_module(gradient)
     flat = gradient.reshape(-1)
     size = _BLOCK if on_host(gradient) else _DEVICE_BLOCK
@@ -80,7 +80,7 @@ def global_norm(gradients: Iterable[Array | None], *, group: Any = None) -> floa
 
 
 def norm_of(squares: float | Array) -> float | Array:
-    """The square root of a sum of squares, on the device of the sum."""
+    """Return the square root of a sum of squares, on the device of the sum."""
     return array_module(squares).sqrt(squares) if is_array(squares) else math.sqrt(squares)
 
 

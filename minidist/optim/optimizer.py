@@ -40,11 +40,11 @@ class Optimizable(Protocol):
 
     @property
     def data(self) -> Array:
-        """The weights, contiguous."""
+        """Return the weights, contiguous."""
 
     @property
     def grad(self) -> Array | None:
-        """The gradient, of the weights' shape; None if there is none."""
+        """Return the gradient, of the weights' shape; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class WholeParameter:
 
     @property
     def data(self) -> np.ndarray:
-        """An array of this shape and dtype that takes one element."""
+        """Return an array of this shape and dtype that takes one element."""
         return np.broadcast_to(np.full((), np.nan, self.dtype), self.shape)
 
     @property
     def grad(self) -> None:
-        """None: a rule is asked before the first step."""
+        """Return None: a rule is asked before the first step."""
         return None
 
 
@@ -121,8 +121,8 @@ class StateStore(Protocol):
     """The storage of tensors and their state between updates, for offloading."""
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
-        """New state arrays of one tensor, zero, by name; they may be read and written only inside
-        walk()."""
+        """Return new state arrays of one tensor, zero, by name; they may be read and written only
+        inside walk()."""
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
         """Yield each slot, its arrays in memory until the next is requested; `changes`: writes to
@@ -140,7 +140,8 @@ class Step:
     xp: Any
 
     def scaled(self, g: Array, out: Array, *, factor: float = 1.0) -> None:
-        """out = g · scale · factor; the product of the numbers is rounded to g's dtype first."""
+        """Write g · scale · factor to out; the product of the numbers is rounded to g's dtype
+        first."""
         number = self.scale * factor
         self.xp.multiply(g, number.astype(g.dtype) if is_array(number) else float(number), out=out)
 
@@ -200,20 +201,19 @@ class Optimizer(ABC):
         self.slots = [self._slot(i, weights, decay) for i, weights in enumerate(parameters)]
         if not self.slots:
             raise ConfigError(
-                f"{type(self).__name__}: no parameters to optimize; pass model.parameters()"
+                f"{type(self).__name__}: got no parameters to optimize; pass model.parameters()"
             )
         ((name, count),) = Counter(slot.name for slot in self.slots).most_common(1)
         if count > 1:
             raise ConfigError(
-                f"{type(self).__name__}: two tensors are called {name!r}; each needs a name of "
-                "its own"
+                f"{type(self).__name__}: two tensors have the name {name!r}; give each its own name"
             )
         # with an offload the tensors are StoredPieces, which name their store (chapter 20)
         self._store: StateStore | None = getattr(self.slots[0].weights, "store", None)
         self._scratch: dict[tuple[str, np.dtype], Array] = {}
 
     def _slot(self, index: int, weights: Optimizable, decay: Rule) -> Slot:
-        """The slot of one tensor, with zero state."""
+        """Return the slot of one tensor, with zero state."""
         data = weights.data
         name = getattr(weights, "name", "") or str(index)
         if data.dtype in LOW_PRECISION or data.dtype.kind != "f":
@@ -295,8 +295,8 @@ class Optimizer(ABC):
         ):
             raise ShapeError(
                 f"{type(self).__name__}: {slot.name} is {data.shape}, its gradient "
-                f"{gradient.shape} and its state "
-                f"{[array.shape for array in slot.state.values()]}; they must agree"
+                f"{gradient.shape} and its state {[array.shape for array in slot.state.values()]}; "
+                "all must have the same shape"
             )
         if not data.flags.c_contiguous:
             raise ConfigError(
@@ -305,7 +305,7 @@ class Optimizer(ABC):
             )
 
     def _scratch_like(self, xp: Any, p: Array) -> list[Array]:
-        """`scratch_blocks` arrays like block p, in the same memory each time."""
+        """Return `scratch_blocks` arrays like block p, in the same memory each time."""
         key = (xp.__name__, p.dtype)
         held = self._scratch[key].shape if key in self._scratch else (0, 0)
         if held[0] < self.scratch_blocks or held[1] < len(p):
@@ -332,14 +332,14 @@ class Optimizer(ABC):
     # --------------------------------------------------------------------------------------- saving
 
     def state_arrays(self) -> dict[str, Array]:
-        """The live state arrays (no copies), "<tensor>/<state>" -> array; offloaded arrays have no
-        values here."""
+        """Return the live state arrays (no copies), "<tensor>/<state>" -> array; offloaded arrays
+        have no values here."""
         return {
             f"{slot.name}/{key}": array for slot in self.slots for key, array in slot.state.items()
         }
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Host copies of all state arrays, and "<tensor>/steps" (int64, without dims), for a
+        """Return host copies of all state arrays, and "<tensor>/steps" (int64, without dims), for a
         checkpoint."""
         arrays = {
             f"{slot.name}/{key}": np.array(backend.to_host(array))
@@ -360,7 +360,7 @@ class Optimizer(ABC):
             kind = "lacks" if wrong[0] not in arrays else "has an unexpected"
             raise DataError(
                 f"{type(self).__name__}: the saved state {kind} {wrong[0]!r} ({len(wrong)} names "
-                "differ); it comes from another optimizer or model"
+                "differ); it is from another optimizer or model"
             )
         for name, target in live.items():
             saved = arrays[name]
@@ -379,8 +379,8 @@ class Optimizer(ABC):
 
 
 def blocks(arrays: Iterable[Array], size: int) -> Iterator[list[Array]]:
-    """Arrays of one shape, flattened, as matching blocks of at most `size` elements; views where
-    contiguous."""
+    """Yield arrays of the same shape, flattened, as matching blocks of at most `size` elements;
+    views where contiguous."""
     flat = [array.reshape(-1) for array in arrays]
     for start in range(0, len(flat[0]), size):
         yield [array[start : start + size] for array in flat]
@@ -389,7 +389,7 @@ def blocks(arrays: Iterable[Array], size: int) -> Iterator[list[Array]]:
 def in_range(
     optimizer: object, name: str, value: float, low: float, below: float | None = None
 ) -> float:
-    """`value` if low <= value < below. Raises: ConfigError otherwise (also for NaN)."""
+    """Return `value` if low <= value < below. Raises: ConfigError otherwise (also for NaN)."""
     if not low <= value or (below is not None and not value < below) or value == float("inf"):
         limits = f"at least {low:g}" + (f" and below {below:g}" if below is not None else "")
         raise ConfigError(f"{type(optimizer).__name__}: {name} is {value!r}; it must be {limits}")
@@ -397,7 +397,7 @@ def in_range(
 
 
 def add_decay(g: Array, p: Array, spare: Array, step: Step) -> None:
-    """g += decay p: weight decay as a term of the loss, decay/2 |p|²."""
+    """Add decay p to g: weight decay as a term of the loss, decay/2 |p|²."""
     if step.decay:
         step.xp.multiply(p, step.decay, out=spare)
         g += spare

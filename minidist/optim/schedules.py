@@ -27,7 +27,7 @@ from minidist.errors import ConfigError
 
 
 def constant(step: int, *, peak: float, warmup: int = 0) -> float:
-    """A learning rate that rises linearly to `peak` over `warmup` steps and then stays.
+    """Return a learning rate that rises linearly to `peak` over `warmup` steps and then stays.
 
     Args:    step: from 0; step 0 has the rate peak / warmup, step warmup - 1 has `peak`.
     """
@@ -35,8 +35,8 @@ def constant(step: int, *, peak: float, warmup: int = 0) -> float:
 
 
 def warmup_cosine(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.0) -> float:
-    """A learning rate that rises linearly to `peak` over `warmup` steps, then falls along half a
-    cosine to `floor`.
+    """Return a learning rate that rises linearly to `peak` over `warmup` steps, then falls along
+    half a cosine to `floor`.
 
     Args:    as constant's; total: the number of steps; later ones have the rate `floor`.
     Raises:  ConfigError if the warm-up is longer than the run.
@@ -50,8 +50,8 @@ def warmup_cosine(step: int, *, peak: float, warmup: int, total: int, floor: flo
 
 
 def linear(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.0) -> float:
-    """A learning rate that rises linearly to `peak` over `warmup` steps, then falls along a line to
-    `floor`."""
+    """Return a learning rate that rises linearly to `peak` over `warmup` steps, then falls along a
+    line to `floor`."""
     return stable_decay(
         step,
         peak=peak,
@@ -63,8 +63,8 @@ def linear(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.
 
 
 def inverse_square_root(step: int, *, peak: float, warmup: int) -> float:
-    """A learning rate that rises linearly to `peak` over `warmup` steps, then falls as 1 / √(step +
-    1).
+    """Return a learning rate that rises linearly to `peak` over `warmup` steps, then falls as 1 /
+    √(step + 1).
 
     Args:    as constant's; without a warm-up step 0 has `peak`.
     """
@@ -76,8 +76,8 @@ def inverse_square_root(step: int, *, peak: float, warmup: int) -> float:
 def stable_decay(
     step: int, *, peak: float, warmup: int, total: int, decay: int, floor: float = 0.0
 ) -> float:
-    """A learning rate that rises linearly to `peak`, stays, and falls along a line in the last
-    `decay` steps.
+    """Return a learning rate that rises linearly to `peak`, stays, and falls along a line in the
+    last `decay` steps.
 
     Args:    as warmup_cosine's; step total - decay is the last with `peak`, step `total` has
              `floor`.
@@ -97,8 +97,8 @@ def stable_decay(
 def step_decay(
     step: int, *, peak: float, every: int, factor: float = 0.1, warmup: int = 0
 ) -> float:
-    """A learning rate that rises linearly to `peak`, and is multiplied by `factor` each `every`
-    steps after that.
+    """Return a learning rate that rises linearly to `peak`, and is multiplied by `factor` each
+    `every` steps after that.
 
     Args:    as constant's.
     """
@@ -108,7 +108,7 @@ def step_decay(
 
 
 def _checked(warmup: int, total: int) -> int:
-    """The warm-up. Raises: ConfigError if it is longer than the run."""
+    """Return the warm-up. Raises: ConfigError if it is longer than the run."""
     if not 0 <= warmup <= total:
         raise ConfigError(
             f"learning rate: a warm-up of {warmup} steps does not fit a run of {total}; "
@@ -147,7 +147,7 @@ class LearningRate:
             self.name in ENDING or (self.name == "step" and self.every is None)
         ):
             raise ConfigError(
-                f"lr_schedule {self.name!r}: it depends on the number of steps; give steps="
+                f"lr_schedule {self.name!r}: it depends on the number of steps; pass steps="
             )
         if (
             not 0.0 <= self.floor <= 1.0
@@ -162,7 +162,7 @@ class LearningRate:
         self(0)
 
     def __call__(self, step: int) -> float:
-        """The rate of update number `step`, counted from 0."""
+        """Return the rate of update number `step`, counted from 0."""
         return LR_SCHEDULES[self.name](self, step)
 
     def extended(self, total: int) -> "LearningRate":
@@ -184,7 +184,7 @@ class LearningRate:
 
     @property
     def ending(self) -> dict[str, Any]:
-        """The arguments of the schedules that end at a known step."""
+        """Return the arguments of the schedules that end at a known step."""
         return {
             "peak": self.peak,
             "warmup": self.warmup,
@@ -194,7 +194,7 @@ class LearningRate:
 
     @property
     def last_steps(self) -> int:
-        """The number of steps in which wsd decays."""
+        """Return the number of steps in which wsd decays."""
         total = self.total or 0
         return (
             min(-(-total // 5), max(0, total - self.warmup)) if self.decay is None else self.decay
@@ -202,7 +202,7 @@ class LearningRate:
 
     @property
     def steps_a_rate(self) -> int:
-        """The number of steps that one rate of `step` lasts."""
+        """Return the number of steps that one rate of `step` lasts."""
         return self.every or max(1, (self.total or 0) // 3)
 
 

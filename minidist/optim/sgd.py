@@ -40,7 +40,8 @@ class SGD(Optimizer):
     ) -> None:
         if nesterov and not momentum:
             raise ConfigError(
-                "SGD: nesterov looks ahead along the momentum, which is 0; give momentum=0.9, say"
+                "SGD: nesterov needs a momentum, but the momentum is 0; pass for example "
+                "momentum=0.9"
             )
         self.state_names = ("momentum",) if momentum else ()
         self.momentum = momentum
@@ -49,7 +50,8 @@ class SGD(Optimizer):
 
     @property
     def momentum(self) -> float:
-        """The share of u that the next step keeps. It may be changed if it is not 0 at first."""
+        """Return the share of u that the next step keeps. It may be changed if it is not 0 at
+        first."""
         return self._momentum
 
     @momentum.setter
@@ -57,9 +59,8 @@ class SGD(Optimizer):
         self._momentum = in_range(self, "momentum", momentum, 0.0, 1.0)
         if self._momentum and not self.state_names:
             raise ConfigError(
-                f"SGD: momentum is set to {momentum!r}, but it was 0 when the "
-                f"optimizer was made, so there is no array for it; make it with "
-                f"a momentum"
+                f"SGD: momentum is set to {momentum!r}, but it was 0 when the optimizer was "
+                "created, so there is no array for it; create the optimizer with a momentum above 0"
             )
 
     def update(

@@ -1,4 +1,4 @@
-"""How ops are made and called: arguments, options, dtypes, errors, several outputs, saved
+"""Test how ops are made and called: arguments, options, dtypes, errors, several outputs, saved
 values."""
 
 import threading
@@ -117,7 +117,7 @@ def test_shape_errors_name_op_and_shapes(call, message):
 
 
 def test_gradient_of_an_argument_that_is_not_there():
-    with pytest.raises(GradientError, match="add has no argument 'c'; it takes a, b"):
+    with pytest.raises(GradientError, match="add has no argument 'c'; it has a, b"):
         ops.add.gradient("c")
 
 

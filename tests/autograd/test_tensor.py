@@ -75,7 +75,7 @@ def test_item_and_detach():
 
 
 def test_no_silent_arrays():
-    with pytest.raises(TypeError, match="take its .data"):
+    with pytest.raises(TypeError, match="use its .data"):
         np.asarray(tensor(np.ones(2)))
 
 

@@ -66,7 +66,7 @@ def test_calibrate_in_a_job_measures_the_link_of_that_job(tmp_path):
 
 
 def test_a_profile_that_misses_says_so(tmp_path, monkeypatch, capsys):
-    """Of two links one is missed by twice its time, and computation by 60 %."""
+    """One of two links is missed by twice its time, and computation by 60 %."""
     good = LinkCost("threads", 2, 1e-6, 0, 0, 0, 0.5)
     bad = LinkCost("shm", 2, 1e-6, 0, 0, 0, 1.99)
     computation = ComputationCost(
@@ -94,7 +94,7 @@ def test_a_profile_that_misses_says_so(tmp_path, monkeypatch, capsys):
 
 
 def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys):
-    """Of training steps those with data parallelism alone: without the figures of computation,
+    """Measure only training steps with data parallelism: without the figures of computation,
     nothing uses them."""
     monkeypatch.setattr(call_cost, "kinds", lambda ranks: ("dp",))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

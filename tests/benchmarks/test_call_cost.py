@@ -1,5 +1,5 @@
-"""What training takes beside messages and kernels: numbers that were planted in steps are found
-again."""
+"""Test what training takes beside messages and kernels: numbers that were planted in steps are
+found again."""
 
 import itertools
 import statistics

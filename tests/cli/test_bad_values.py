@@ -137,8 +137,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("launch --json=-- true", "argument --json: '--' is not a value"),
         ("storm --kinds=", "argument --kinds/--faults: '' is not a value"),
         ("storm --kinds=,", "--kinds: '' is none of"),
-        ("calibrate --cluster a100-80g --from binary", "runs binary: it is no text in UTF-8"),
-        ("calibrate --cluster a100-80g --from nul.csv", "runs nul.csv: it is no text in UTF-8"),
+        ("calibrate --cluster a100-80g --from binary", "runs binary: it is not a text in UTF-8"),
+        ("calibrate --cluster a100-80g --from nul.csv", "runs nul.csv: it is not a text in UTF-8"),
         ("calibrate --cluster a100-80g --from /dev/zero", "runs /dev/zero: is a device"),
         ("calibrate --cluster a100-80g --from pipe", "runs pipe: is a pipe"),
         (
@@ -171,7 +171,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --data=", "argument --data: '' is not a value"),
         ("train --resume ", "argument --resume: '' is not a value"),
         ("lesson --json=", "argument --json: '' is not a value"),
-        ("lesson --json=pipe", "--json pipe: is a pipe that nobody reads; start its reader first"),
+        (
+            "lesson --json=pipe",
+            "--json pipe: is a pipe that no process reads; start its reader first",
+        ),
         ("lesson --json=sock", "--json sock: is a socket; name a file"),
         ("check 03 pipe", "cannot read pipe: is a pipe"),
         ("check 03 /dev/zero", "cannot read /dev/zero: is a device"),
@@ -192,7 +195,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plan --confirm=-1", "'-1' is not a whole number of at least 0"),
         (
             "simulate --figure step.zip --cluster h100:1x1 --batch 1",
-            "'step.zip' names no picture; end it in .png",
+            "'step.zip' is not the name of a picture; it must end in .png",
         ),
         ("simulate --cluster h100:١x٢ --batch 8 --model gpt2", "'١x٢' is no shape"),
     ],

@@ -87,4 +87,4 @@ def test_what_is_no_text_is_bad_input(
 ) -> None:
     (tmp_path / "mine.py").write_bytes(content)
     assert main(["check", "03", str(tmp_path / "mine.py")]) == 2
-    assert "is no Python text" in capsys.readouterr().err
+    assert "is not Python source" in capsys.readouterr().err

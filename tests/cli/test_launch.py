@@ -81,7 +81,7 @@ def test_what_cannot_start_is_one_line(arguments, says, capsys):
 
 
 def test_two_nodes_of_one_machine_need_neither_a_port_nor_a_secret(monkeypatch, tmp_path):
-    """As of torchrun: its port by default; node 0 leaves the secret in a private file."""
+    """Use torchrun's port by default; node 0 leaves the secret in a private file."""
     told = []
     monkeypatch.setattr(
         launch_module, "spawn", lambda command, size, **rest: told.append(rest["nodes"]) or 0

@@ -258,7 +258,7 @@ def test_every_number_has_a_bound(command, capsys):
 def test_what_cannot_fit_is_refused_before_anything_is_made(words, capsys, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     monkeypatch.setattr("minidist.console.memory_bytes", lambda: 24 << 30)
-    assert "of memory, this machine has 24 GiB" in refusal(capsys, *words.split())
+    assert "of memory, but this machine has 24 GiB" in refusal(capsys, *words.split())
 
 
 @pytest.mark.sampled

@@ -132,7 +132,7 @@ def test_a_tokenizer_json_of_the_library_is_read(
         (["--ids", "1,-2"], "ids are whole numbers with commas: '-2'"),
         (["--ids", "1", "--heads", "2"], "config.json says n_head=4, not 2"),
         (["--ids", "1", "--tokenizer", "NONE"], "No such file"),
-        (["--ids", "1", "--tokenizer", "BAD"], "BAD: is no tokenizer.json: expected value"),
+        (["--ids", "1", "--tokenizer", "BAD"], "BAD: is not a tokenizer.json: expected value"),
         (["--prompt", "w99", "--tokenizer", "GOOD"], "--prompt: needs one id or more, each below"),
         (["RUN", "--ids", "1"], "RUN: a run folder and --weights exclude each other"),
     ],
@@ -145,7 +145,7 @@ def test_what_cannot_be_is_told_in_one_line(
     message: str,
 ) -> None:
     file = write_gpt2(tmp_path)
-    (tmp_path / "BAD").write_text("no JSON")
+    (tmp_path / "BAD").write_text("not JSON")
     (tmp_path / "GOOD").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert main(["sample", "--weights", file.name, *options]) == 2
@@ -207,7 +207,7 @@ def test_a_checkpoint_is_exported_under_gpt2s_names(
     capsys.readouterr()
     beside = str(tmp_path / "model.safetensors")
     assert main(["checkpoint", str(run), "--export", beside, "--names", "gpt2"]) == 2
-    assert "describes another model; name a file in another folder" in capsys.readouterr().err
+    assert "describes another model; write to another folder" in capsys.readouterr().err
     assert main(["checkpoint", str(run), "--names", "gpt2"]) == 2
     assert "--names: is for --export FILE" in capsys.readouterr().err
 
@@ -223,7 +223,7 @@ def test_another_model_is_not_exported_under_gpt2s_names(
     file = tmp_path / "model.safetensors"
     assert main(["checkpoint", str(run), "--export", str(file), "--names", "gpt2"]) == 2
     assert (
-        "--names gpt2: this model has positions rotary, and a GPT-2 has not"
+        "--names gpt2: this model has positions rotary, but a GPT-2 does not"
         in capsys.readouterr().err
     )
     assert not file.exists()

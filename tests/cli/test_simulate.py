@@ -129,7 +129,7 @@ def test_stragglers_links_and_clocks(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("cluster", ["tpu-v4:4", "tpu-v5p:4", "mi300x:4", "v100:4"])
 def test_a_cluster_of_each_maker(capsys: pytest.CaptureFixture[str], cluster: str) -> None:
-    """Of a TPU's host no source states the memory's bandwidth: only a plan that offloads needs
+    """No source states the bandwidth of the memory of a TPU's host: only a plan that offloads needs
     it."""
     precision = ("--precision", "fp16") if cluster == "v100:4" else ()
     assert "s a step" in said(capsys, *JOB, "--cluster", cluster, *precision)

@@ -64,7 +64,7 @@ def kept(tmp_path):
 
 
 def undisturbed(monkeypatch, metrics, status=0):
-    """What the run without a fault ends with; the commands that were to be run."""
+    """Return what the run without a fault ends with; the commands that were to be run."""
     commands = []
 
     def run(trainings, name, steps, save_every=0):

@@ -47,7 +47,7 @@ class Screen:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     def until(self, word: str, limit: float = 30.0) -> str:
-        """What it has written when `word` is there."""
+        """Return what it has written when `word` is there."""
         end = time.monotonic() + limit
         while word not in self.text:
             assert time.monotonic() < end, self.text

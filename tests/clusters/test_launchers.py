@@ -90,7 +90,8 @@ def job(hosts, launcher):
 
 
 def left(cluster, before, limit=8):
-    """What runs on the hosts beside what ran before, once it has had `limit` seconds to end."""
+    """Return what runs on the hosts beside what ran before, once it has had `limit` seconds to
+    end."""
     deadline = time.monotonic() + limit
     while (found := cluster.processes() - before) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -98,7 +99,7 @@ def left(cluster, before, limit=8):
 
 
 def told(done):
-    """What the ranks printed as JSON."""
+    """Return what the ranks printed as JSON."""
     return [
         json.loads(line)
         for process in done

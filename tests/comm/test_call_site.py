@@ -46,7 +46,7 @@ def test_looking_it_up_is_cheap():
 
 
 def test_a_guess_at_the_entrys_depth_changes_no_place():
-    """Whether the entry is as far out as caller_at() was told, further, nearer, or there is
+    """The entry is as far out as the depth given to caller_at(), further, nearer, or there is
     none."""
 
     def between(frames, depth):
@@ -70,7 +70,7 @@ def test_a_guess_at_the_entrys_depth_changes_no_place():
 
 
 def test_moving_a_file_does_not_move_the_call_site():
-    """Which frames are passed over is said by entries, not by the names of files."""
+    """Entries, not the names of files, decide which frames are skipped."""
     inside = {"caller": call_site.caller, "entries": call_site.entries}
     exec(
         compile(

@@ -53,7 +53,7 @@ def damaged(draw, data):
 
 
 def hello_for(nonce, token, hello):
-    """What a process that knows `token` answers to `nonce`."""
+    """Return what a process that knows `token` answers to `nonce`."""
     ours = os.urandom(32)
     packed = wire.pack(hello)
     proof = hmac.digest(token, b"connecting" + nonce + ours + packed, "sha256")
@@ -61,7 +61,7 @@ def hello_for(nonce, token, hello):
 
 
 def stranger(draw, nonce):
-    """What somebody without the token answers to the monitor's opening."""
+    """Return what somebody without the token answers to the monitor's opening."""
     hello = {"world_rank": draw.randrange(-1, 4), "world_size": 2, "pid": 1, "host": "here"}
     match draw.randrange(6):
         case 0:

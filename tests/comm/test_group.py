@@ -375,8 +375,8 @@ def test_out_of_who_is_not_the_root_is_ignored():
     ],
 )
 def test_no_copy_that_the_algorithm_does_not_need(call, bytes_each):
-    """What NumPy allocates in all four ranks, and what they told their accounts: the docstrings'
-    workspace, no more."""
+    """NumPy allocates in all four ranks, and the ranks tell their accounts, no more than the
+    docstrings' workspace."""
 
     def ranks(world):
         x = np.ones(500_000)

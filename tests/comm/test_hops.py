@@ -1,5 +1,5 @@
-"""How far it is from a verb to the system call: the functions and files of minidist on the stack at
-sendmsg, and the functions that a rank enters before its first one."""
+"""Test how far it is from a verb to the system call: the functions and files of minidist on the
+stack at sendmsg, and the functions that a rank enters before its first one."""
 
 import socket
 import sys

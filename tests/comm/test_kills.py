@@ -126,7 +126,7 @@ def tell_how_it_ended(world, folder, *arguments):
 
 
 def by_md_run(size, transport, how, *arguments):
-    """What the job says that ended it."""
+    """Return what the job says that ended it."""
     with pytest.raises(ArithmeticError if how == "raise" else PeerLostError) as caught:
         run(tell_how_it_ended, *arguments, size=size, transport=transport)
     return str(caught.value)

@@ -1,4 +1,5 @@
-"""What all ranks must have alike: described so that equal values have equal texts, and compared."""
+"""Test what all ranks must have alike: described so that equal values have equal texts, and
+compared."""
 
 from collections.abc import Callable
 from functools import partial

@@ -23,11 +23,11 @@ def test_nine_tenths_of_the_ids_are_for_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.ones((2, 3), int), r"needs integers in one dim; it has int64 \(2, 3\)"),
-        (np.ones(3), r"needs integers in one dim; it has float64 \(3,\)"),
-        (np.array([1, -1]), "ids are from 0 to 2,147,483,647; it has -1 to 1"),
-        (np.array([2**31]), "ids are from 0"),
-        (np.array([None]), "is no .npy file: Object arrays"),
+        (np.ones((2, 3), int), r"must have integers in one dim; it has int64 \(2, 3\)"),
+        (np.ones(3), r"must have integers in one dim; it has float64 \(3,\)"),
+        (np.array([1, -1]), "ids must be from 0 to 2,147,483,647; it has ids from -1 to 1"),
+        (np.array([2**31]), "ids must be from 0"),
+        (np.array([None]), "is not a .npy file: Object arrays"),
     ],
 )
 def test_a_file_without_ids_is_told(tmp_path: Path, array: Any, message: str) -> None:
@@ -39,7 +39,7 @@ def test_a_file_without_ids_is_told(tmp_path: Path, array: Any, message: str) ->
 def test_ids_that_do_not_fit_are_told(tmp_path: Path) -> None:
     (tmp_path / "text.npy").write_text("no array")
     for source, message in (
-        (tmp_path / "text.npy", "is no .npy file"),
+        (tmp_path / "text.npy", "is not a .npy file"),
         (tmp_path / "none.npy", "No such file"),
         ("python", "give its tokenizer with --tokenizer"),
         ("book.txt", "give its tokenizer with --tokenizer"),
@@ -48,10 +48,10 @@ def test_ids_that_do_not_fit_are_told(tmp_path: Path) -> None:
             load_tokens(str(source))
     data = TokenIds("here", "", np.array([1, 2, 3]), np.array([1, 2, 9]))
     data.check(context=2, vocabulary=10)
-    with pytest.raises(DataError, match="has id 9, and the model's vocabulary is 9"):
+    with pytest.raises(DataError, match="has id 9, but the model's vocabulary is 9"):
         data.check(context=2, vocabulary=9)
     with pytest.raises(DataError, match="too few for a context of 3"):
         data.check(context=3, vocabulary=10)
-    with pytest.raises(DataError, match="holds ids; give a tokenizer.json"):
+    with pytest.raises(DataError, match="holds token ids, .* give a tokenizer.json"):
         data.encode("a")
     assert data.decode([1, 2]) == "1 2"

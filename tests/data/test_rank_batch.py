@@ -63,7 +63,8 @@ def test_each_row_of_a_large_batch_counts_in_some_step(monkeypatch: pytest.Monke
 
 
 def test_what_a_step_reads_is_bounded() -> None:
-    """Of a batch of 64 MB its window alone, so it takes not much more than one of 256 KB."""
+    """A step reads only its window of a batch of 64 MB, so it takes not much more than one of 256
+    KB."""
     large, small = (np.zeros((rows, 1024), np.int64) for rows in (8192, 32))
 
     def seconds(batch: np.ndarray) -> float:

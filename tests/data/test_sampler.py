@@ -16,7 +16,7 @@ batches = st.integers(1, 12)
 
 
 def shares(length: int, size: int, batch: int, **options: object) -> list[list[np.ndarray]]:
-    """What each rank gets: a list of steps each."""
+    """Return what each rank gets: a list of steps each."""
     return [
         list(DistributedSampler(length, group_size=size, rank=rank, batch=batch, **options))  # type: ignore[arg-type]
         for rank in range(size)

@@ -146,7 +146,7 @@ def test_uniform_and_normal_laws(kind):
 
 
 def test_random_numbers_refuse_what_is_no_position_or_float():
-    with pytest.raises(ConfigError, match="integer positions, not float64"):
+    with pytest.raises(ConfigError, match="must be integers, not float64"):
         backend.random_bits("w", 0, np.ones(3))
     with pytest.raises(ConfigError, match="draws floats, not int64"):
         backend.random_normal("w", 0, range(3), "int64")

@@ -79,7 +79,7 @@ def test_any_layout_is_numpys_product(
 
 
 def test_in_a_block_it_takes_this_threads_products(cupy: Any) -> None:
-    """Of the GPU's arrays; those of the host stay NumPy's."""
+    """It takes the products of the GPU's arrays; products of arrays on the host stay NumPy's."""
     products = Products()
     x = fake_gpu.asarray(np.eye(2, dtype=BF16))
     backend.matmul(x, x)

@@ -1,5 +1,5 @@
-"""What compilers built, kept: built once, found again, half of nothing, no wait for another's build
-without an end."""
+"""Test what compilers built, kept: built once, found again, half of nothing, no wait for another's
+build without an end."""
 
 import contextlib
 import fcntl
@@ -56,7 +56,7 @@ def test_where_nothing_can_be_written_it_says_what_to_do() -> None:
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose user's number has no name."""
+    """This happens in a container whose user's number has no name."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)

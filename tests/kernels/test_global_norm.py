@@ -71,7 +71,7 @@ def test_an_overflow_anywhere_shows(version, bad, device):
 @on_each_device
 @pytest.mark.parametrize("count", [1, 255, 600])
 def test_all_sums_are_added(count, device):
-    """As many as threads, fewer, more: each counts once."""
+    """There are as many sums as threads, fewer, or more: each counts once."""
     sums, norm = there(
         device, np.arange(1, count + 1, dtype=np.float32), np.full(1, np.nan, np.float32)
     )

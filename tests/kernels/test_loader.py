@@ -1,5 +1,5 @@
-"""What a launch checks; arrays of a GPU (a stand-in for CuPy's) reach CuPy's RawModule in their
-stream's order."""
+"""Test what a launch checks; arrays of a GPU (a stand-in for CuPy's) reach CuPy's RawModule in
+their stream's order."""
 
 import sys
 

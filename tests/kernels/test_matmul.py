@@ -107,7 +107,7 @@ def test_empty():
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("sizes", [(128, 128, 32), (128, 96, 32)])
 def test_bytes_read(version, sizes):
-    """What the header of matmul.cu says of each rung: how often a and b are read."""
+    """Count how often a and b are read, as the header of matmul.cu says of each rung."""
     m, n, k = sizes
     a = np.ones((m, k), np.float16)
     b = np.ones((k, n), np.float16)

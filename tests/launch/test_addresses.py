@@ -25,7 +25,7 @@ TOKEN = wire.new_token()
 
 
 def has_ipv6():
-    """Whether this host reaches itself by IPv6; many containers have none."""
+    """Return whether this host reaches itself by IPv6; many containers have none."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -146,7 +146,7 @@ def test_an_address_of_no_card_here_is_told_as_that():
 
 @pytest.mark.parametrize("number", ["ENETUNREACH", "EAFNOSUPPORT", "EADDRNOTAVAIL"])
 def test_a_host_without_a_way_there_waits_for_nothing(number, monkeypatch):
-    """As one without IPv6 that is given an IPv6 address."""
+    """The host has no IPv6 and is given an IPv6 address."""
     called = []
 
     def fail(*_, **__):

@@ -1,5 +1,5 @@
-"""What md.run and md.init are given: a value that cannot be meant is refused in one line, before
-anything starts."""
+"""Test what md.run and md.init are given: a value that cannot be meant is refused in one line,
+before anything starts."""
 
 import math
 import os
@@ -148,7 +148,7 @@ def test_run_under_a_limit_of_address_space(transport: str) -> None:
 def test_a_system_that_refuses_a_thread_or_a_copy_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As under `ulimit -u`, which root is not subject to. Ranks that have begun are ended."""
+    """`ulimit -u` has this effect, except on root. Ranks that have begun are ended."""
     begin = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:

@@ -31,7 +31,7 @@ UNKNOWN = ("before init", "in the monitor's handshake", "after goodbye", "closin
 
 
 def reaches(transport, phase, victim, size):
-    """Whether that rank comes to that phase."""
+    """Return whether that rank comes to that phase."""
     return not (
         phase in ONLY_SHM
         and transport != "shm"
@@ -150,7 +150,7 @@ def test_a_hundred_kills_while_ranks_join(tmp_path, monkeypatch):
     ],
 )
 def test_behind_a_shell_a_rank_killed_early_is_named_under_mpirun(phase, victim, transport):
-    """As lesson 01 says: mpirun then neither hears of it nor ends the others."""
+    """Lesson 01 says so: mpirun then neither hears of it nor ends the others."""
     behind = f'trap "" USR1; {sys.executable} {JOB} "killed {phase}" {transport} {victim}; exit $?'
     with nothing_left() as environment:
         started = time.monotonic()

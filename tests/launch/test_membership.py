@@ -244,7 +244,7 @@ def test_of_thirty_killed_under_mpirun_each_is_named_once():
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["mpi", "shm"])
 def test_behind_a_shell_the_survivors_of_a_kill_speak_under_mpirun(transport):
-    """As lesson 01 says: without the option, or the shell, mpirun kills them first."""
+    """Lesson 01 says so: without the option, or the shell, mpirun kills them first."""
     text = (
         Path(__file__)
         .parents[2]
@@ -370,7 +370,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def openmpi(rank, size=2, job=None):
-    """What Open MPI's mpirun sets; MPICH's library would end the process in MPI_Init on
+    """Return what Open MPI's mpirun sets; MPICH's library would end the process in MPI_Init on
     PMIX_RANK."""
     return {
         "OMPI_COMM_WORLD_RANK": f"{rank}",
@@ -528,7 +528,8 @@ def test_a_foreign_mpirun_that_starts_worlds_of_one_is_refused():
     ids=["none", "pmix"],
 )
 def test_srun_that_starts_worlds_of_one_is_refused_where_mpi_is_asked_for(more, says, cache):
-    """As with --mpi=none; with --mpi=pmix MPICH's library would end each task in MPI_Init."""
+    """srun does so with --mpi=none; with --mpi=pmix MPICH's library would end each task in
+    MPI_Init."""
     with nothing_left() as environment:
         done = [
             finish(process)

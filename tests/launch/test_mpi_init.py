@@ -76,7 +76,7 @@ def job(folder, way, victims, size=3, *, limit=60.0, after=0.0, options=(), shel
 
 
 def ours(done):
-    """What minidist said: one line."""
+    """Return what minidist said: one line."""
     assert "Timeout (" not in done.stderr, done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("minidist: ")]
     return line

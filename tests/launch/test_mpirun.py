@@ -86,8 +86,8 @@ def test_a_function_without_a_name_is_refused():
 
 
 def test_a_function_of_a_notebook_is_refused_before_anything_starts(monkeypatch):
-    """Of `python -c` too: its module is __main__, and there is no file that another process could
-    import."""
+    """A function of `python -c` is refused too: its module is __main__, and there is no file that
+    another process could import."""
     cell: dict = {"__name__": "__main__"}
     exec(compile("def work(world): return 1", "/tmp/ipykernel_1/2.py", "exec"), cell)
     with pytest.raises(LaunchError, match="at the top of a module or script, not in a notebook"):

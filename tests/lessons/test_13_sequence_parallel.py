@@ -70,8 +70,8 @@ def lab() -> Any:
 
 
 def test_the_walked_ring_computes_each_pair_of_blocks_once(lab: Any) -> None:
-    """What the figure draws: the triangle of 2P blocks, and P - 1 messages a rank, each to the
-    next."""
+    """Compute what the figure draws: the triangle of 2P blocks, and P - 1 messages per rank, each
+    to the next."""
     walked = md.run(lambda group: lab.walk(group, 13), size=3)[0]
     pairs = [(queries, keys) for *_, queries, keys in walked["pairs"]]
     assert sorted(pairs) == [(queries, keys) for queries in range(6) for keys in range(queries + 1)]

@@ -75,7 +75,7 @@ def test_where_tokens_cost_what_reducing_experts_would() -> None:
 
 @pytest.mark.soak
 def test_a_balance_loss_undoes_a_lopsided_start() -> None:
-    """As section 4 tells: without it two experts keep nearly everything for longer."""
+    """Section 4 says so: without it two experts keep nearly everything for longer."""
     lab = load_module(lessons.find("18").part("experiments.py"), "18")
     late = {}
     for name in ("none", "loss"):

@@ -66,7 +66,7 @@ def test_a_rank_keeps_and_sends_its_share_of_an_input(size: int) -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_block_leaves_ten_nodes_on_the_tape(dropout: float) -> None:
-    """As section 1 of the story says; one, if it runs again."""
+    """Section 1 of the story says so; it leaves one, if it runs again."""
     lab = load_module(lessons.find("19").part("experiments.py"), "19")
     config = replace(lab.CONFIG, dropout=dropout)
     counted = {}

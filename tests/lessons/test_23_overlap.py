@@ -109,7 +109,7 @@ def test_a_prediction_is_what_then_runs(strategy: str, change: object) -> None:
 
 
 def test_the_causes_of_a_late_bucket_name_it_alone() -> None:
-    """Of 30 ms, 7.6 hide behind backward; the others are exposed where the next buckets are waited
+    """7.6 of 30 ms hide behind backward; the others are exposed where the next buckets are waited
     for, too."""
     rows = why(lab.run(replace(STEP, late={3: 0.030})))["rows"]
     assert {(row["cause"], row["call"]) for row in rows} == {

@@ -1,4 +1,5 @@
-"""What checks of lessons share: ranks that do not fit together, weights beside the answer key's."""
+"""Test what checks of lessons share: ranks that do not fit together, weights beside the answer
+key's."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""What the lessons share: batches follow from seeds, and differences are what their names say."""
+"""Test what the lessons share: batches follow from seeds, and differences are what their names
+say."""
 
 from functools import partial
 

@@ -214,7 +214,8 @@ def test_a_break_states_its_result() -> None:
     ids=" ".join,
 )
 def test_under_mpirun(numbers: list[str], ranks: str, tmp_path: Path) -> None:
-    """As `mpirun -n P python lesson.py` does, several lessons a start; a SHORT one in every run."""
+    """Run as `mpirun -n P python lesson.py` does, several lessons per start; a SHORT one in every
+    run."""
     run(["mpirun", "-n", ranks, sys.executable, IN_TURN, str(tmp_path), *numbers])
     off = [
         (number, *where) for number in numbers for where in cells_off(tmp_path / f"{number}.json")

@@ -40,7 +40,7 @@ def written(folder: Path, text: str) -> printed.Printout:
 
 
 def advice(printout: printed.Printout, files: list[str]) -> str:
-    """What is older, where it stands, and the command that makes it again."""
+    """Return what is older, where it stands, and the command that makes it again."""
     lines = ", ".join(str(block.line) for block in printout.blocks)
     number = printout.folder.name[:2]
     kind = "measured" if printout.measured else "printed"

@@ -1,4 +1,4 @@
-"""What a lesson's `--break` ends in: its result, or one line that says that there is none."""
+"""Test what a lesson's `--break` ends in: its result, or one line that says that there is none."""
 
 import pytest
 

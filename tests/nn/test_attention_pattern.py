@@ -89,21 +89,21 @@ def test_a_file_is_its_rows(count: int, seed: int) -> None:
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [
-        ("dense", "'dense' is no pattern; write local:N, strided:N, global:G, rows"),
-        ("", "'' is no pattern"),
-        ("local:128+", "'' is no pattern"),
-        ("block:f", "'block:f' is no pattern"),
+        ("dense", "'dense' is not a pattern; write local:N, strided:N, global:G, rows"),
+        ("", "'' is not a pattern"),
+        ("local:128+", "'' is not a pattern"),
+        ("block:f", "'block:f' is not a pattern"),
         ("local:100", "multiple of 64; write local:128"),
         ("local:0", "write local:64"),
         ("local:x", "write local:64"),
         ("strided:-64", "write strided:64"),
-        ("global:0", "a number of blocks from 1, as global:2"),
-        ("global:", "from 1"),
-        ("rows:1/2", "2 rows; the context has 5 blocks of 64 tokens"),
+        ("global:0", "a number of blocks, at least 1, for example global:2"),
+        ("global:", "at least 1"),
+        ("rows:1/2", "2 rows, but the context has 5 blocks of 64 tokens"),
         ("rows:1/8/4/8/8", "row 1 shows a block after block 1"),
         ("rows:1/2//8/8", "row 2 is ''"),
-        ("rows:1/2/G/8/8", "row 2 is 'G'; it is a hexadecimal number"),
-        ("rows:1/0/4/8/8", "block 1 of the queries sees no block of keys"),
+        ("rows:1/2/G/8/8", "row 2 is 'G'; expected a hexadecimal number"),
+        ("rows:1/0/4/8/8", "block 1 of the queries attends to no block of keys"),
     ],
 )
 def test_what_is_refused(pattern: str, says: str) -> None:
@@ -115,7 +115,7 @@ def test_what_is_refused(pattern: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"1\n12\n", "line 2 is '12'; it is made of 0 and 1"),
+        (b"1\n12\n", "line 2 is '12'; use only the digits 0 and 1"),
         (b"\n \n", "the file is empty"),
         (b"\xff\n", "no text"),
         (None, "No such file or directory"),

@@ -121,15 +121,15 @@ def test_a_layer_keeps_its_choices_within_the_limit() -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"nodes": (2, 3)}, r"nodes hold \(2, 3\) experts; give each node 1 or more of the 6"),
-        ({"nodes": (6, 0)}, "give each node 1 or more"),
+        ({"nodes": (2, 3)}, r"nodes is \(2, 3\); .* each 1 or more, 6 in all"),
+        ({"nodes": (6, 0)}, "each node, each 1 or more"),
         ({"nodes": 7}, "6 experts on 7 nodes; choose from 1 to 6"),
         ({"node_limit": 0}, "node_limit is 0"),
         (
             {"node_limit": 1, "nodes": (1, 5)},
-            r"with \(1, 5\) experts on the nodes can leave a token 1, and top_k is 2",
+            r"with \(1, 5\) experts on the nodes limits a token to 1, but top_k is 2",
         ),
-        ({"placement": ((0, 1, 2, 3, 4, 4),)}, "names each of 6 experts once"),
+        ({"placement": ((0, 1, 2, 3, 4, 4),)}, "each of the 6 experts exactly once"),
     ],
 )
 def test_nodes_that_cannot_be_say_what_would(values: dict[str, Any], says: str) -> None:
@@ -138,5 +138,5 @@ def test_nodes_that_cannot_be_say_what_would(values: dict[str, Any], says: str) 
 
 
 def test_a_placement_has_a_row_for_each_layer() -> None:
-    with pytest.raises(ConfigError, match="placed in 1 layers, the model has 2; give one order"):
+    with pytest.raises(ConfigError, match="lists 1 layers, but the model has 2; give one order"):
         tiny(mixture=MixtureConfig(experts=2, placement=((1, 0),)))

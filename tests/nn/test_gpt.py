@@ -132,7 +132,9 @@ def test_dropout_of_a_split_batch() -> None:
     ]
     np.testing.assert_allclose(whole, np.concatenate(parts), rtol=1e-12)
     assert not np.allclose(whole, model(x, key=DropoutKey.of_sequences(5, 7, 0, 4, 5)).data)
-    with pytest.raises(ConfigError, match="'dropout' of rate 0.4 trains without a key"):
+    with pytest.raises(
+        ConfigError, match="'dropout' of rate 0.4 is in training mode but got no key"
+    ):
         model(x)
 
 
@@ -212,7 +214,9 @@ def test_generation_follows_the_distribution() -> None:
 
 @pytest.mark.parametrize(("first", "temperature"), [([], 1.0), ([1], -0.5), ([1], float("nan"))])
 def test_generation_refuses(first: list[int], temperature: float) -> None:
-    with pytest.raises(ConfigError, match="at least one first token and temperature from 0"):
+    with pytest.raises(
+        ConfigError, match="at least one token to start from, and a temperature of 0 or more"
+    ):
         ready(tiny()).generate(first, 3, temperature=temperature)
 
 
@@ -228,10 +232,10 @@ def test_generation_refuses(first: list[int], temperature: float) -> None:
         ),
         (
             {"heads": 4, "width": 16, "kv_heads": 3},
-            r"4 heads do not divide among 3 key and value heads; .* \[1, 2, 4\]",
+            r"4 heads cannot be divided equally among 3 key and value heads; .* \[1, 2, 4\]",
         ),
-        ({"width": 6, "heads": 2, "positions": "rotary"}, "heads are 3 wide"),
-        ({"layers": 0}, "layers is 0; it must be a whole number from 1"),
+        ({"width": 6, "heads": 2, "positions": "rotary"}, "the width of a head is 3"),
+        ({"layers": 0}, "layers is 0; it must be a whole number, at least 1"),
         ({"vocabulary": 7.0}, "vocabulary is 7.0"),
         ({"context": True}, "context is True"),
         ({"kv_heads": 0}, "kv_heads is 0"),
@@ -246,7 +250,7 @@ def test_generation_refuses(first: list[int], temperature: float) -> None:
         ({"activation": "relu"}, "gelu or silu"),
         ({"dropout": 1.0}, r"dropout is 1.0"),
         ({"dtype": "float31"}, "unknown dtype 'float31'"),
-        ({"dtype": "int32"}, "int32 cannot learn"),
+        ({"dtype": "int32"}, "int32 cannot be trained"),
     ],
 )
 def test_configurations_that_cannot_work(changes: dict[str, Any], says: str) -> None:

@@ -155,7 +155,7 @@ def test_dropout_of_a_split_is_the_split_of_the_dropout() -> None:
 def test_dropout_rests_in_eval_and_asks_for_a_key_in_training() -> None:
     layer = Dropout(0.4)
     x = tensor(np.ones((1, 2, 3)))
-    with pytest.raises(ConfigError, match="trains without a key"):
+    with pytest.raises(ConfigError, match="got no key"):
         layer(x)
     assert layer.eval()(x) is x
     assert Dropout(0.0)(x) is x

@@ -159,7 +159,8 @@ def test_noise_is_of_the_token_and_only_in_training() -> None:
     )
     assert not np.allclose(whole, layer(x, DropoutKey.of_sequences(1, 6, 0, 3, 6)).data)
     with pytest.raises(
-        ConfigError, match=r"'blocks.0.mlp' with noise 1.0 trains without a key; pass key="
+        ConfigError,
+        match=r"'blocks.0.mlp' with noise 1.0 is in training mode but got no key; pass key=",
     ):
         layer(x)
     layer.eval()(x)
@@ -187,8 +188,8 @@ def test_a_block_computed_again_counts_once(balance: str) -> None:
     ("values", "says"),
     [
         ({"experts": 0}, "0 experts, top_k=2"),
-        ({"experts": 2, "top_k": 3}, "top_k from 1 to their number"),
-        ({"experts": 2, "capacity": 0.0}, "capacity is 0.0; it is above 0, or None"),
+        ({"experts": 2, "top_k": 3}, "top_k from 1 to the number of experts"),
+        ({"experts": 2, "capacity": 0.0}, "capacity is 0.0; it must be above 0, or None"),
         ({"experts": 2, "balance": "luck"}, "'luck'; choose one of loss, bias, none"),
         ({"experts": 2, "noise": -1.0}, "noise -1.0"),
     ],
@@ -201,7 +202,7 @@ def test_a_config_that_cannot_work_says_what_would(values: dict[str, Any], says:
 def test_a_model_becomes_a_mixture_before_it_is_drawn_and_writes_text() -> None:
     model = GPT(tiny())
     model.initialize(0)
-    with pytest.raises(ConfigError, match="drawn already; make it a mixture first"):
+    with pytest.raises(ConfigError, match="initialized already; call mixture before"):
         mixture(model, MixtureConfig(experts=2))
     model = mixture(GPT(tiny()), MixtureConfig(experts=2, capacity=1.0, noise=0.1))
     model.initialize(0)

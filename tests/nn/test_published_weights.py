@@ -171,7 +171,9 @@ def test_an_output_of_its_own_is_loaded_transposed(tmp_path: Path) -> None:
 def test_without_config_json_the_caller_gives_the_heads(tmp_path: Path) -> None:
     file = write_gpt2(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ConfigError, match="number of heads is in no weight, and no config.json"):
+    with pytest.raises(
+        ConfigError, match="no weight gives the number of heads, and there is no config.json"
+    ):
         Published(file)
     assert Published(file, heads=HEADS).config.heads == HEADS
     with pytest.raises(ConfigError, match="width 24 is not divisible by 5 heads"):
@@ -373,12 +375,21 @@ def test_llamas_biases_are_zero_unless_config_json_says_so(tmp_path: Path) -> No
         ),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
         ({"model_type": "mistral"}, 'model_type is "mistral"'),
-        ({"head_dim": 8}, "says head_dim=8, the weights have 6"),
-        ({"num_key_value_heads": 4}, r"k_proj.weight has shape \(12, 24\), a Llama of width 24"),
-        ({"num_key_value_heads": 3}, "4 heads do not divide among 3 key and value heads"),
-        ({"num_hidden_layers": 3}, "says num_hidden_layers=3, the weights have 2"),
-        ({"max_position_embeddings": None}, "needs config.json beside it, with max_position_emb"),
-        ({"num_attention_heads": None}, "the number of heads is in no weight"),
+        ({"head_dim": 8}, "says head_dim=8, but the weights have 6"),
+        (
+            {"num_key_value_heads": 4},
+            r"k_proj.weight has shape \(12, 24\), but a Llama of width 24",
+        ),
+        (
+            {"num_key_value_heads": 3},
+            "4 heads cannot be divided equally among 3 key and value heads",
+        ),
+        ({"num_hidden_layers": 3}, "says num_hidden_layers=3, but the weights have 2"),
+        (
+            {"max_position_embeddings": None},
+            "needs config.json in the same folder, with max_position_emb",
+        ),
+        ({"num_attention_heads": None}, "no weight gives the number of heads"),
         ({"tie_word_embeddings": True}, "=true, but lm_head.weight differs"),
     ],
 )
@@ -506,7 +517,7 @@ def test_another_models_config_json_is_not_overwritten(tmp_path: Path) -> None:
     file = write_gpt2(tmp_path, n_ctx=None)
     found = Published(file)
     before = file.read_bytes()
-    with pytest.raises(ConfigError, match="config.json: exists, and describes another model"):
+    with pytest.raises(ConfigError, match="config.json: exists and describes another model"):
         write_published(file, "gpt2", found.config, found.state_dict())
     assert file.read_bytes() == before
 
@@ -517,7 +528,7 @@ SMALL = GPTConfig(vocabulary=8, context=4, layers=1, width=8, heads=2)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"positions": "rotary"}, "has positions rotary, and a GPT-2 has not"),
+        ({"positions": "rotary"}, "has positions rotary, but a GPT-2 does not"),
         ({"norm": "rms"}, "has norm rms"),
         ({"activation": "silu"}, "has activation silu"),
         ({"kv_heads": 1}, "has 1 key heads for 2 heads"),
@@ -554,10 +565,10 @@ def changed(**shapes: Any) -> dict[str, np.ndarray]:
         (None, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is true"),
         (None, {"scale_attn_weights": False}, "scale_attn_weights is false"),
         (None, {"model_type": "llama"}, 'model_type is "llama"'),
-        (None, {"n_layer": 3}, "says n_layer=3, the weights have 2"),
-        (None, {"n_embd": 25}, "says n_embd=25, the weights have 24"),
-        (None, {"vocab_size": 51}, "says vocab_size=51, the weights have 50"),
-        (None, {"n_positions": 8}, "says n_positions=8, the weights have 16"),
+        (None, {"n_layer": 3}, "says n_layer=3, but the weights have 2"),
+        (None, {"n_embd": 25}, "says n_embd=25, but the weights have 24"),
+        (None, {"vocab_size": 51}, "says vocab_size=51, but the weights have 50"),
+        (None, {"n_positions": 8}, "says n_positions=8, but the weights have 16"),
         (None, {"n_head": 5}, "width 24 is not divisible by 5 heads"),
         (None, {"n_head": "4"}, "heads is '4'; it must be a whole number"),
         (None, {"tie_word_embeddings": False}, "says tie_word_embeddings=false, but lm_head"),
@@ -573,12 +584,12 @@ def changed(**shapes: Any) -> dict[str, np.ndarray]:
         (
             changed(h__0__attn__c_attn__weight=(3 * WIDTH, WIDTH)),
             {},
-            r"h.0.attn.c_attn.weight has shape \(72, 24\), a GPT-2 of width 24 has \(24, 72\)",
+            r"h.0.attn.c_attn.weight has shape \(72, 24\), but a GPT-2 of width 24 needs \(24, 72\)",
         ),
-        (changed(score__weight=(2, WIDTH)), {}, "'score.weight' is no weight of a GPT-2"),
-        (changed(transformer__ln_f__bias=(WIDTH,)), {}, "holds a weight twice"),
+        (changed(score__weight=(2, WIDTH)), {}, "'score.weight' is not a weight of a GPT-2"),
+        (changed(transformer__ln_f__bias=(WIDTH,)), {}, "has one weight twice"),
         (gpt2_weights() | {"ln_f.bias": np.ones(WIDTH, np.int8)}, {}, "ln_f.bias has dtype int8"),
-        ({"blocks.0.norm_mlp.bias": np.ones(3)}, {}, "so it is none of these models"),
+        ({"blocks.0.norm_mlp.bias": np.ones(3)}, {}, "so it has the weights of neither model"),
     ],
 )
 def test_a_file_that_is_no_such_model_is_told(

@@ -1,4 +1,4 @@
-"""What each rank gets of a dim, and of attention's heads."""
+"""Test what each rank gets of a dim, and of attention's heads."""
 
 import numpy as np
 import pytest

@@ -13,7 +13,7 @@ IDS = np.arange(12).reshape(2, 6) % 11
 
 
 def watched(break_it=lambda model: None):
-    """What is told of one forward and backward of a model."""
+    """Return what is told of one forward and backward of a model."""
     model = GPT(CONFIG)
     told = []
     model.initialize(0)

@@ -1,4 +1,5 @@
-"""How many cores other programs take, by counted processor seconds; no clock of this machine."""
+"""Test how many cores other programs take, by counted processor seconds; no clock of this
+machine."""
 
 from types import SimpleNamespace
 from typing import Any

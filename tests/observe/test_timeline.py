@@ -49,7 +49,7 @@ def traced(world: Any) -> list[Timeline] | None:
 
 @pytest.fixture(scope="module")
 def timelines() -> list[Timeline]:
-    """What rank 0 of two has collected."""
+    """Return what rank 0 of two has collected."""
     collected = md.run(traced, size=2)
     assert collected[1] is None
     return collected[0]
@@ -65,7 +65,8 @@ def named(timeline: Timeline, prefix: str, step: int) -> list[Span]:
 
 
 def test_a_timeline_goes_on_in_another_world() -> None:
-    """As in an elastic job: the rank is another, spans say so, and the limit is another."""
+    """This happens in an elastic job: the rank is another, spans say so, and the limit is
+    another."""
     timeline = Timeline(7, limit=1)
     ledgers = [Ledger(0), Ledger(1)]
     for rank, ledger in enumerate(ledgers):

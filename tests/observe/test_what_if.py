@@ -60,7 +60,7 @@ def test_another_latency() -> None:
 )
 @pytest.mark.parametrize("transfer", [8.0, 14.0])
 def test_other_buckets(count: int, ready: list[float], transfer: float) -> None:
-    """Of two ranks an all-reduce sends as many bytes as the array has: 4,000."""
+    """An all-reduce of two ranks sends as many bytes as the array has: 4,000."""
     found = predict(made(EVEN, [transfer] * 4), Change(bucket=4000 // count), LINK)
     assert found == pytest.approx(made(ready, [4 * transfer / count] * count).seconds)
 

@@ -146,7 +146,7 @@ def test_what_is_not_alike_takes_the_passes(why: str, cupy: Any, asked: list[str
 
 @needs_compiler
 def test_pieces_of_one_buffer_begin_anywhere(cupy: Any, asked: list[str]) -> None:
-    """As ZeRO's do: then no kernel loads 16 bytes at a time, of the norm neither."""
+    """ZeRO's pieces do so: then no kernel loads 16 bytes at a time, of the norm neither."""
     sides = []
     for put in (np.array, cupy.asarray):
         data, slopes = (

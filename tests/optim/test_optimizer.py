@@ -1,4 +1,4 @@
-"""What optimizers share: blocks, flat shards, skipped tensors, decay, saving, errors."""
+"""Test what optimizers share: blocks, flat shards, skipped tensors, decay, saving, errors."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -167,7 +167,8 @@ def test_low_precision_gradients_beside_float32_master_weights(low: Any) -> None
 def test_the_other_byte_order_gives_the_same_values(
     weights: Any, gradients: Any, kind: str
 ) -> None:
-    """Of gradients, and of weights with their state; also for squares and clipping."""
+    """The byte order is that of gradients, and of weights with their state; also for squares and
+    clipping."""
 
     def run(weights: np.dtype[Any], gradients: np.dtype[Any]) -> tuple[np.ndarray, float]:
         random = np.random.default_rng(0)
@@ -263,9 +264,9 @@ def test_state_dict_is_checked() -> None:
         (lambda p: optim.SGD(p, 0.1, weight_decay=float("inf")), "weight_decay"),
         (
             lambda p: optim.SGD(p, 0.1, nesterov=True),
-            "nesterov looks ahead along the momentum, which is 0",
+            "nesterov needs a momentum, but the momentum is 0",
         ),
-        (lambda p: optim.SGD([*p, *p], 0.1), "two tensors are called 'w0'"),
+        (lambda p: optim.SGD([*p, *p], 0.1), "two tensors have the name 'w0'"),
     ],
 )
 def test_bad_options_are_named(make: Any, says: str) -> None:

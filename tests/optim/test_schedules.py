@@ -91,8 +91,8 @@ def test_by_name(name: str) -> None:
     ("options", "says"),
     [
         ({"name": "sine"}, "choose one of constant, cosine, linear, inverse-sqrt, wsd, step"),
-        ({"name": "linear"}, "give steps="),
-        ({"name": "step"}, "give steps="),
+        ({"name": "linear"}, "pass steps="),
+        ({"name": "step"}, "pass steps="),
         ({"name": "wsd", "total": 9, "decay": 10}, "a run of 9"),
         ({"name": "step", "every": 0}, "every from 1"),
         ({"name": "cosine", "total": 9, "floor": 1.5}, "a floor from 0 to 1"),

@@ -233,7 +233,7 @@ def test_every_change(plan: dict[str, Any], case: str) -> None:
 
 
 def test_momentum_waits_while_its_share_is_0() -> None:
-    """As in PyTorch, where u stays as it is."""
+    """PyTorch does the same: u stays as it is."""
     weight = Parameter(np.ones(3))
     optimizer = OPTIMIZERS["sgd"]([weight], lr=0.1, momentum=0.9)
     expected = np.ones(3)
@@ -286,7 +286,7 @@ def test_new_numbers_are_refused_where_others_would_replace_them(name: str) -> N
         trainer = Trainer(Plan(**plan), config, world)
         parameter = next(trainer.model.parameters())
         with pytest.raises(
-            ConfigError, match=r"'tokens.weight': its numbers are kept by .*Trainer.load"
+            ConfigError, match=r"'tokens.weight': its values are kept by .*Trainer.load"
         ):
             parameter.data = np.zeros(parameter.shape, parameter.dtype)
         with pytest.raises(ConfigError, match="kept by"):

@@ -1,5 +1,5 @@
-"""How much a reader of one chapter has to open: its module and what that imports inside parallel/,
-without step/.
+"""Test how much a reader of one chapter has to open: its module and what that imports inside
+parallel/, without step/.
 
 pytest tests/parallel/test_reading_lists.py -s          prints the table
 """
@@ -80,8 +80,8 @@ def test_the_pipeline_with_what_is_read_beside_it() -> None:
 
 
 def test_step_is_no_cupboard() -> None:
-    """What all chapters share and the table leaves out: 20 % above what is measured (8 files, 1,190
-    lines)."""
+    """Bound what all chapters share and the table leaves out: 20 % above what is measured (8 files,
+    1,190 lines)."""
     found = [module for module in modules() if module.startswith(f"{STEP}.")]
     assert len(found) <= 10
     assert sum(map(lines, found)) <= 1430

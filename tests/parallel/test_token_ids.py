@@ -102,6 +102,6 @@ def test_what_is_no_id_of_the_vocabulary_is_refused(
     bad[-1, -1] = value
     batch = (bad, targets) if where == "inputs" else (inputs, bad)
     with pytest.raises(
-        error, match="outside the vocabulary|among 300 rows|integers, not|as integers"
+        error, match="outside the vocabulary|a table of 300 rows|integers, not|as integers"
     ):
         run(train, plan, batch, size=Plan(**plan).size)

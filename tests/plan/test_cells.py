@@ -1,4 +1,4 @@
-"""What cells of the planner share, held against runs of their own."""
+"""Test what cells of the planner share, held against runs of their own."""
 
 import pytest
 

@@ -185,7 +185,7 @@ def test_memory_of_deferred_backwards_and_of_copies_in_each_node() -> None:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (3, 7), (4, 4), (8, 32)])
 def test_zb_h1_defers_one_backward_a_stage(ranks: int, microbatches: int) -> None:
-    """What Cells.late counts with: rank r defers r backwards at most, and with the one at work
+    """Cells.late counts with this: rank r defers r backwards at most, and with the one at work
     holds min(m, p)."""
     schedule = make_schedule("zb-h1", ranks, microbatches)
     assert peak_held(schedule) == [min(ranks, microbatches)] * ranks

@@ -1,5 +1,5 @@
-"""What calls take in a plan's groups: a short sum among many ranks, which is walked by one rank's
-program."""
+"""Test what calls take in a plan's groups: a short sum among many ranks, which is walked by one
+rank's program."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What the notes claim of machines and plans, beside what the simulator finds.
+"""Test what the notes claim of machines and plans, beside what the simulator finds.
 
 N4 §3 (N4:164-200): an H100 SuperPOD of 256 devices has 9 times the bisection and 4.5 times the
 reduce bandwidth of an A100's, and 1.5 times its FLOP/s. N4:104: an all-gather collects an embedding

@@ -108,7 +108,7 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "is not a cost profile"),
         (
             '{"format": 1, "cluster": "h100", "rates": {"matmulshare": 1}}',

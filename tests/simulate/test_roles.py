@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {"vocabulary": 48, "context": 16, "layers": 2, "width": 
 
 
 def events(plan: Plan, config: GPTConfig, rank: int, rows: int) -> list[Any]:
-    """What a rank does, segments spelled out."""
+    """Return what a rank does, segments spelled out."""
     trace = run_rank(plan, config, rank, rows=rows, steps=1)
     found: list[Any] = trace.events
     return [

@@ -1,4 +1,4 @@
-"""How much a two-core machine can simulate: processor time and memory of whole commands.
+"""Test how much a two-core machine can simulate: processor time and memory of whole commands.
 
     pytest -m soak tests/simulate/test_scale.py -s              prints both for each command
 

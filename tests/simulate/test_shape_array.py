@@ -27,7 +27,7 @@ def tape() -> Iterator[Recording]:
 
 
 def kernels(tape: Recording) -> dict[Kernel, int]:
-    """What ran since the last look."""
+    """Return what ran since the last look."""
     seen = len(tape.events)
     tape.flush()
     found: list[Any] = [event.work for event in tape.events[seen:]]  # type: ignore[union-attr]

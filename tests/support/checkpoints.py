@@ -1,5 +1,5 @@
-"""What the tests of checkpoints share: jobs that save and go on, and a checkpoint's tensors, put
-together by hand."""
+"""Provide what the tests of checkpoints share: jobs that save and go on, and a checkpoint's
+tensors, put together by hand."""
 
 import json
 from pathlib import Path
@@ -76,7 +76,7 @@ def resumed(
 
 
 def ended(trainer: Trainer, losses: list[float]) -> dict[str, Any]:
-    """What a rank holds, and the end of its Trainer."""
+    """Return what a rank holds, and the end of its Trainer."""
     trainer.check_replicas()
     result = {
         "losses": losses,
@@ -121,7 +121,7 @@ def whole_state(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def same_state(first: Path, second: Path) -> bool:
-    """Whether two checkpoints hold the same bits, whatever plans wrote them."""
+    """Return whether two checkpoints hold the same bits, whatever plans wrote them."""
     (ours, state) = whole_state(first)
     (theirs, other) = whole_state(second)
     return (

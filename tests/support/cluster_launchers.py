@@ -186,7 +186,7 @@ def by_torchrun(
 
 
 def slurm_variables(cluster: Cluster) -> dict[str, str]:
-    """What Slurm's commands need to find this cluster's."""
+    """Return what Slurm's commands need to find this cluster's."""
     return {"SLURM_CONF": str(cluster.folder / "slurm.conf")}
 
 

@@ -29,7 +29,7 @@ class Cluster:
         return [str(SCRIPTS / "on.sh"), "--state", str(self.folder), host, *command]
 
     def ask(self, host: str, *command: str) -> str:
-        """What the command prints there."""
+        """Return what the command prints there."""
         return subprocess.run(
             self.on(host, *command), capture_output=True, text=True, check=True, timeout=30
         ).stdout
@@ -57,7 +57,7 @@ class Cluster:
         return int((self.folder / f"{host}.pid").read_text())
 
     def processes(self) -> set[str]:
-        """What runs on the hosts: host, process number there, and command line."""
+        """Return what runs on the hosts: host, process number there, and command line."""
         ask = "for p in /proc/[0-9]*; do echo ${p#/proc/} $(tr '\\0' ' ' < $p/cmdline); done"
         return {
             f"{host} {line}"

@@ -57,7 +57,7 @@ class Drawn:
 
     @property
     def example(self) -> Example:
-        """What NumPy has to know of the call."""
+        """Return what NumPy has to know of the call."""
         lengths = self.lengths
         return Example(
             self.verb,
@@ -81,7 +81,7 @@ def bring(case: Drawn, rank: int) -> Any:
 
 
 def expected(case: Drawn) -> list[Any]:
-    """What each rank must get."""
+    """Return what each rank must get."""
     return reference.expected(case.example)
 
 

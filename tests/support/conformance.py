@@ -42,7 +42,8 @@ def recv(world: Group, peer: int, sequence: int, array: np.ndarray, reduce: Any 
 
 
 def meeting(world: Group) -> Callable[[], None]:
-    """What every rank calls once: the last rank's call returns when all others have called it.
+    """Return what every rank calls once: the last rank's call returns when all others have called
+    it.
 
     It waits for files, and in no call of the group: for whoever judges waits, that rank computes.
     """

@@ -97,7 +97,7 @@ def outcome(words: Sequence[str], *, limit: float = 20.0) -> tuple[int | str, st
 
 
 def unsafe(text: str) -> str:
-    """What of a terminal's output would act on the terminal; "" if nothing would."""
+    """Return what of a terminal's output would act on the terminal; "" if nothing would."""
     return "".join(
         sorted(
             {

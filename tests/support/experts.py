@@ -1,4 +1,4 @@
-"""What the tests of mixtures share: a mixture trained on ranks, beside one process."""
+"""Provide what the tests of mixtures share: a mixture trained on ranks, beside one process."""
 
 import hashlib
 from typing import Any
@@ -45,9 +45,9 @@ def train(
     optimizer: Any = AdamW,
     copies: int = 1,
 ) -> dict[str, Any]:
-    """What a rank holds after some steps: whole weights, losses, loads of each step, what was sent,
-    memory; rows sent to experts of other ranks, copies to other nodes, and the placement that was
-    measured.
+    """Return what a rank holds after some steps: whole weights, losses, loads of each step, what
+    was sent, memory; rows sent to experts of other ranks, copies to other nodes, and the placement
+    that was measured.
 
     Args:    copies: groups that each hold all experts.
     """

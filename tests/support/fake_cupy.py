@@ -406,7 +406,7 @@ class _Hub:
             self.changed.notify_all()
 
     def wait(self, key, ranks, comm):
-        """What these ranks bring, when all have; None once the communicator is aborted."""
+        """Return what these ranks bring, when all have; None once the communicator is aborted."""
         with self.changed:
             self.changed.wait_for(
                 lambda: comm.aborted or set(ranks) <= self.table.get(key, {}).keys(), PATIENCE

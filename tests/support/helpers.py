@@ -1,4 +1,4 @@
-"""What several test modules need: running ranks on any transport."""
+"""Provide what several test modules need: running ranks on any transport."""
 
 import contextlib
 import itertools

@@ -98,5 +98,5 @@ def reached(module: str, inside: str, without: str = "") -> list[str]:
 
 
 def lines(module: str) -> int:
-    """How many lines the file of a module has."""
+    """Return how many lines the file of a module has."""
     return len(modules()[module].read_text(encoding="utf-8").splitlines())

@@ -16,8 +16,8 @@ BIN = Path(sys.executable).parent
 
 
 def finish(process, limit=60):
-    """What the process said and how it ended; one that takes longer than `limit` s is killed and
-    fails the test."""
+    """Return what the process said and how it ended; one that takes longer than `limit` s is killed
+    and fails the test."""
     try:
         out, err = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:

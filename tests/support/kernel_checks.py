@@ -1,5 +1,5 @@
-"""What tests of kernels share: dtypes and what one rounding loses, differences, and the one allowed
-skip."""
+"""Provide what tests of kernels share: dtypes and what one rounding loses, differences, and the one
+allowed skip."""
 
 import contextlib
 from collections.abc import Callable, Sequence

@@ -42,7 +42,7 @@ def _parent(folder: Path) -> int:
 
 
 def _sockets() -> set[str]:
-    """What this process has open, by number; those of its ranks end with them."""
+    """Return what this process has open, by number; those of its ranks end with them."""
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -51,8 +51,8 @@ def _sockets() -> set[str]:
 
 
 def open_files() -> Counter[str]:
-    """What this process has open, each name as often as it is; what only garbage holds is closed
-    first.
+    """Return what this process has open, each name as often as it is; what only garbage holds is
+    closed first.
 
     Something of an earlier test may be closed at any moment: a test asks what is there that was
     not, by subtraction.

@@ -1,5 +1,5 @@
-"""What the tests of local steps share: DiLoCo in one process, from its published formulas, on whole
-vectors."""
+"""Provide what the tests of local steps share: DiLoCo in one process, from its published formulas,
+on whole vectors."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ def train_stages(
     accumulate: int = 1,
     clip: float | None = 0.5,
 ) -> dict[str, Any]:
-    """What a rank holds after `steps` steps under the schedule `name`, or "model parallel";
+    """Return what a rank holds after `steps` steps under the schedule `name`, or "model parallel";
     "single": one process."""
     config = tiny(**changes)
     step = 0

@@ -1,5 +1,5 @@
-"""What the tests of composed plans share: a job that trains a tiny GPT by any plan, beside one
-process."""
+"""Provide what the tests of composed plans share: a job that trains a tiny GPT by any plan, beside
+one process."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ MOST = {"layers": 3, "heads": 4, "tied": True, "dropout": 0.2}  # what most can 
 
 
 def train(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """What a rank holds after some steps. `options`: plan (its fields), steps, sequences, and the
-    Trainer's."""
+    """Return what a rank holds after some steps. `options`: plan (its fields), steps, sequences,
+    and the Trainer's."""
     config = tiny(**changes)
     options = {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
     plan = Plan(**{"bucket_bytes": 2048, **options.pop("plan", {})})

@@ -33,7 +33,8 @@ class ShapedRanks:
     def _steps(
         self, steps: int, alpha: float = 0.0, beta: float = 0.0, faster: float = 1.0
     ) -> dict[str, Any]:
-        """What Training.run returns: bucket i leaves when it is ready and the port is free."""
+        """Return what Training.run returns: bucket i leaves when it is ready and the port is
+        free."""
         step = self.steps[self.way]
         self.done += steps if faster == 1.0 else 0
         free = 0.0

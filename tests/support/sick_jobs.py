@@ -140,7 +140,7 @@ def sick_job(folder: Path, fault: Fault) -> SickRun:
 
 
 def found(folder: Path, *, before: int | None = None) -> list[Any]:
-    """What diagnosis finds; of the records of the steps `before` one alone."""
+    """Return what diagnosis finds; of the records of the steps `before` one alone."""
     steps = read_rank_steps(folder)
     if before is not None:
         for each in steps.values():
@@ -298,8 +298,8 @@ class Injector:
 
     @property
     def usual(self) -> float:
-        """How long a step takes without the fault: the middle one; on a busy machine one is five
-        times another."""
+        """Return how long a step takes without the fault: the middle one; on a busy machine one is
+        five times another."""
         return statistics.median(self._seconds[2:] or [0.02])
 
     def measure(self, seconds: float, on: bool) -> None:

@@ -1,5 +1,5 @@
-"""What the tests of tensor, sequence and context parallelism share: a GPT trained by either, beside
-one process."""
+"""Provide what the tests of tensor, sequence and context parallelism share: a GPT trained by
+either, beside one process."""
 
 from typing import Any
 
@@ -52,7 +52,8 @@ def train(
     spoil: Any = None,
     axis: Any = None,
 ) -> dict[str, Any]:
-    """What a rank holds after some steps: whole and own weights, losses, what was sent, memory.
+    """Return what a rank holds after some steps: whole and own weights, losses, what was sent,
+    memory.
 
     Args:    plan: the fields of a Plan that divides the model; not used on one rank.
              spoil: is given the cut model before its weights are drawn.
@@ -140,7 +141,7 @@ def swapped(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Ran
 
 
 def run(kind: Any, size: int, changes: dict[str, Any], **options: Any) -> list[Rank]:
-    """What each of `size` ranks holds after training by one of the four."""
+    """Return what each of `size` ranks holds after training by one of the four."""
     return md.run(kind, changes, options, size=size)
 
 
@@ -190,7 +191,7 @@ def check_equal(ranks: list[Rank], alone: Rank) -> None:
 
 
 def same_bits(one: Rank, other: Rank) -> bool:
-    """Whether two ranks hold the same whole weights."""
+    """Return whether two ranks hold the same whole weights."""
     names = one["weights"].keys()
     return names == other["weights"].keys() and all(
         one["weights"][name].tobytes() == other["weights"][name].tobytes() for name in names
@@ -238,5 +239,5 @@ def sent_along_the_axis(ranks: list[Rank]) -> int:
 
 
 def blocks_again(rank: Rank, checkpoint: str = "none") -> int:
-    """How many blocks are computed again, so that they send twice in forward."""
+    """Return how many blocks are computed again, so that they send twice in forward."""
     return {"none": 0, "scores": 0, "all": rank["config"]["layers"], "0": 1}[checkpoint]

@@ -1,5 +1,5 @@
-"""What the tests of compression share: some ranks that sum gradients by a scheme, step after
-step."""
+"""Provide what the tests of compression share: some ranks that sum gradients by a scheme, step
+after step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ def expected_bytes(
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     kind: str = "float64",
 ) -> int | None:
-    """What the scheme says of one sum."""
+    """Return what the scheme says of one sum."""
 
     def job(world: Any) -> int | None:
         parameters = [Parameter(np.zeros(shape, kind)) for shape in shapes]

@@ -1,5 +1,5 @@
-"""What the tests of training share: a model that trains in milliseconds, its batches, and the
-measure of equality."""
+"""Provide what the tests of training share: a model that trains in milliseconds, its batches, and
+the measure of equality."""
 
 from dataclasses import fields
 from typing import Any
@@ -48,8 +48,8 @@ def train(
     bucket_bytes: int = SMALL_BUCKETS,
     **options: Any,
 ) -> dict[str, Any]:
-    """What a rank of `world` holds after `steps` steps on the data axis: weights, losses, digest,
-    ledger, memory.
+    """Return what a rank of `world` holds after `steps` steps on the data axis: weights, losses,
+    digest, ledger, memory.
 
     `options` are the plan's, by its fields' names, and the Trainer's.
     """

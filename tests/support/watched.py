@@ -61,7 +61,7 @@ class WatchedRun:
         lines.close()
 
     def state(self, step: int) -> StepState:
-        """What rank 0 tells of a step."""
+        """Return what rank 0 tells of a step."""
         return StepState(
             step=step,
             steps=self.of,

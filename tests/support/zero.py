@@ -1,5 +1,5 @@
-"""What the tests of the ZeRO stages share: a job that trains a tiny GPT by any stage, and what all
-stages must pass."""
+"""Provide what the tests of the ZeRO stages share: a job that trains a tiny GPT by any stage, and
+what all stages must pass."""
 
 from typing import Any
 
@@ -48,8 +48,8 @@ def train(
     step_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What a rank holds after `steps` steps of `stage`: weights, losses, digest, ledger, memory,
-    the weights' bytes."""
+    """Return what a rank holds after `steps` steps of `stage`: weights, losses, digest, ledger,
+    memory, the weights' bytes."""
     config = tiny(**(changes or {}))
     memory = account.current()
     model = GPT(config)

@@ -93,7 +93,7 @@ def late_fork(monkeypatch, tmp_path):
 
 
 def has_stepped(record, generation):
-    """Whether the launcher's record has a step of this generation."""
+    """Return whether the launcher's record has a step of this generation."""
     events = [json.loads(line) for line in record.read_text().splitlines()]
     return any(
         (event["event"], event.get("generation")) == ("stepped", generation) for event in events

@@ -1,4 +1,4 @@
-"""How one example is run, and what is said of its results."""
+"""Test how one example is run, and what is said of its results."""
 
 import re
 import threading

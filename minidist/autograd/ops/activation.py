@@ -28,8 +28,8 @@ _Block: TypeAlias = Callable[[Any, Array, Array, bool, Array, Array, Array], Non
 def _gated(
     xp: Any, x: Array, u: Array, near: bool, y: Array, slope: Array, dz: Array | None = None
 ) -> None:
-    """y = x h with h = sigmoid(z), u = -z, overwritten; slope = h + y (1 - h) dz/dx. No difference
-    cancels.
+    """Compute y = x h with h = sigmoid(z), u = -z (overwritten), and slope = h + y (1 - h) dz/dx.
+    No difference cancels.
 
     With r = exp(-z): h = 1 / (1 + r) and 1 - h = r / (1 + r), so each is right to its last digits
     where it is small. 1 + tanh(z/2) would lose all digits of a small h. If x is not near, r =
@@ -59,7 +59,8 @@ def _gated(
 def _gelu_block(
     xp: Any, x: Array, inner: Array, near: bool, y: Array, slope: Array, room: Array
 ) -> None:
-    """z = 2 x (c + k x²), as (1 + tanh a) / 2 = sigmoid(2 a); dz/dx = 2 (c + 3 k x²)."""
+    """Compute a block with z = 2 x (c + k x²), as (1 + tanh a) / 2 = sigmoid(2 a); dz/dx = 2 (c + 3
+    k x²)."""
     c = _GELU_IN
     k = _GELU_IN * _GELU_CUBE
     (u, s) = room
@@ -75,7 +76,7 @@ def _gelu_block(
 def _silu_block(
     xp: Any, x: Array, inner: Array, near: bool, y: Array, slope: Array, room: Array
 ) -> None:
-    """z = x"""
+    """Compute a block with z = x."""
     _gated(xp, x, xp.negative(inner, out=room[0]), near, y, slope)
 
 
@@ -164,8 +165,8 @@ def _silu(x: Array) -> tuple[Array, Array]:
 
 @op
 def gelu(x: Array, bias: Array | None = None, *, overwrite: bool = False) -> tuple[Array, Saved]:
-    """x Φ(x) in its tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))). Source: Hendrycks &
-    Gimpel 2016.
+    """Return x Φ(x) in its tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))). Source:
+    Hendrycks & Gimpel 2016.
 
     Args:    x: (…, columns), floats; bias: (columns,), added to x first, without rounding.
              overwrite: on the host the result may lie where x lies; for an x that has no other
@@ -198,7 +199,7 @@ def _(node: Node, dy: Array) -> tuple[Array, Array | None]:
 
 @op
 def silu(x: Array) -> tuple[Array, Saved]:
-    """x / (1 + exp(-x)), elementwise; also called swish."""
+    """Return x / (1 + exp(-x)), elementwise; also called swish."""
     y, slope = _silu(x)
     return y, saved(slope=slope)
 
@@ -210,12 +211,12 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def swiglu(gate: Array, up: Array) -> tuple[Array, Saved]:
-    """silu(gate) · up, rounded as these two ops are. Source: Shazeer 2020.
+    """Return silu(gate) · up, rounded as these two ops are. Source: Shazeer 2020.
 
     Raises:  ShapeError if the shapes differ.
     """
     if gate.shape != up.shape:
-        raise ShapeError(f"swiglu: gate {gate.shape} and up {up.shape} must have one shape")
+        raise ShapeError(f"swiglu: gate {gate.shape} and up {up.shape} must have the same shape")
     fast = kernel("swiglu", gate, up)
     if fast is not None:
         return fast(gate, up), saved(gate=gate, up=up, slope=None)
@@ -237,7 +238,7 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
 
 @op
 def relu(x: Array) -> tuple[Array, Saved]:
-    """max(x, 0)"""
+    """Return max(x, 0)."""
     y = array_module(x).maximum(x, x.dtype.type(0))
     return y, saved(y=y)
 
@@ -249,7 +250,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
-    """exp(x) / sum(exp(x)) along `dim`. The maximum of each row is subtracted first, so no
+    """Return exp(x) / sum(exp(x)) along `dim`. The maximum of each row is subtracted first, so no
     exponential overflows.
 
     A row with only -inf gives zeros (a query without visible keys), not NaN.
@@ -286,7 +287,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def log_softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
-    """x - log(sum(exp(x))) along `dim`."""
+    """Return x - log(sum(exp(x))) along `dim`."""
     xp = array_module(x)
     wide = widen(x)
     if not x.size:

@@ -25,8 +25,8 @@ BLOCK_BYTES = 256 * 1024
 
 
 def row_blocks(x: Array) -> Iterator[slice]:
-    """Slices over dim 0 of x, for a fused op: the temporaries of a block stay in the second-level
-    cache.
+    """Yield slices over dim 0 of x, for a fused op: the temporaries of a block stay in the
+    second-level cache.
 
     NumPy makes one pass over memory per operation, so ten passes over 4 MB would read and write 80
     MB. On a GPU there is one block, because CuPy launches a kernel per pass, and many small kernels
@@ -39,7 +39,8 @@ def row_blocks(x: Array) -> Iterator[slice]:
 
 
 def _computed(a: Array, b: Array) -> tuple[Array, Array]:
-    """The operands of one operation: on the host low precision as float32, on a GPU unchanged."""
+    """Return the operands of one operation: on the host low precision as float32, on a GPU
+    unchanged."""
     return (widen(a), widen(b)) if on_host(a, b) else (a, b)
 
 
@@ -58,7 +59,7 @@ def unbroadcast(gradient: Array, shape: tuple[int, ...], kind: Any = None) -> Ar
 
 @op
 def add(a: Array, b: Array) -> tuple[Array, Saved]:
-    """a + b, with broadcasting."""
+    """Return a + b, with broadcasting."""
     if not on_host(a, b) and (fast := sum_by_kernel(a, b)) is not None:
         return fast, saved()
     a_wide, b_wide = _computed(a, b)
@@ -67,7 +68,7 @@ def add(a: Array, b: Array) -> tuple[Array, Saved]:
 
 @op
 def sub(a: Array, b: Array) -> tuple[Array, Saved]:
-    """a - b, with broadcasting."""
+    """Return a - b, with broadcasting."""
     return narrow(widen(a) - widen(b), a.dtype), saved()
 
 
@@ -89,7 +90,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def mul(a: Array, b: Array) -> tuple[Array, Saved]:
-    """a b elementwise, with broadcasting."""
+    """Return a b elementwise, with broadcasting."""
     a_wide, b_wide = _computed(a, b)
     return narrow(a_wide * b_wide, a.dtype), saved(a=a, b=b)
 
@@ -106,7 +107,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def div(a: Array, b: Array) -> tuple[Array, Saved]:
-    """a / b, with broadcasting."""
+    """Return a / b, with broadcasting."""
     return narrow(widen(a) / widen(b), a.dtype), saved(a=a, b=b)
 
 
@@ -124,7 +125,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def neg(a: Array) -> tuple[Array, Saved]:
-    """-a."""
+    """Return -a."""
     return -a, saved()
 
 
@@ -134,7 +135,8 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def _raise_to(a: Array, exponent: float) -> Array:
-    """a ** exponent, by products for small whole exponents: NumPy's z**3 costs 200 times z*z*z."""
+    """Return a ** exponent, by products for small whole exponents: NumPy's z**3 costs 200 times
+    z*z*z."""
     xp = array_module(a)
     if exponent in (0, 1):
         return xp.ones_like(a) if exponent == 0 else a.copy()
@@ -146,11 +148,12 @@ def _raise_to(a: Array, exponent: float) -> Array:
 
 @op
 def power(a: Array, exponent: float) -> tuple[Array, Saved]:
-    """a ** exponent. Args: exponent: a plain number. Raises: DtypeError for anything else."""
+    """Return a ** exponent. Args: exponent: a plain number. Raises: DtypeError for anything
+    else."""
     if not isinstance(exponent, (int, float)):
         raise DtypeError(
-            f"power: the exponent is a plain number, not {type(exponent).__name__}; "
-            f"for a tensor use exp(log(a) * exponent)"
+            f"power: the exponent must be a plain number, not {type(exponent).__name__}; for a "
+            "tensor use exp(log(a) * exponent)"
         )
     return narrow(_raise_to(widen(a), exponent), a.dtype), saved(a=a, exponent=exponent)
 
@@ -167,7 +170,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def exp(a: Array) -> tuple[Array, Saved]:
-    """The exponential function."""
+    """Return e to the power a, element by element."""
     y = array_module(a).exp(a)
     return y, saved(y=y)
 
@@ -179,7 +182,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def log(a: Array) -> tuple[Array, Saved]:
-    """Natural logarithm."""
+    """Return the natural logarithm."""
     return array_module(a).log(a), saved(a=a)
 
 
@@ -190,7 +193,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def tanh(a: Array) -> tuple[Array, Saved]:
-    """The hyperbolic tangent."""
+    """Return the hyperbolic tangent."""
     return array_module(a).tanh(a), saved(a=a)
 
 
@@ -203,7 +206,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def sqrt(a: Array) -> tuple[Array, Saved]:
-    """The square root."""
+    """Return the square root."""
     y = array_module(a).sqrt(a)
     return y, saved(y=y)
 
@@ -216,7 +219,8 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def where(condition: Array, a: Array, b: Array) -> tuple[Array, Saved]:
-    """a where `condition` (a bool array, without gradient) is True, else b; all three broadcast."""
+    """Return a where `condition` (a bool array, without gradient) is True, else b; all three
+    broadcast."""
     return array_module(a, b).where(condition, a, b), saved(condition=condition)
 
 
@@ -236,7 +240,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def cast(a: Array, kind: Any) -> tuple[Array, Saved]:
-    """a in another dtype ("float32", "bfloat16", …); the gradient is cast back."""
+    """Return a in another dtype ("float32", "bfloat16", …); the gradient is cast back."""
     return a.astype(dtype(kind)), saved(kind=a.dtype)
 
 

@@ -65,13 +65,13 @@ def query_blocks(q: Array) -> Iterator[tuple[slice, slice, Array]]:
 
 
 def flip(x: Array) -> Array:
-    """(…, m, n) -> (…, n, m): a view."""
+    """Return (…, m, n) as (…, n, m): a view."""
     return x.swapaxes(-1, -2)
 
 
 def block_scores(q: Array, k: Array, queries: slice, keys: slice, mask: Array | None) -> Array:
-    """k qᵀ of one block, plus the mask: (…, H, T, D), (…, H or H_kv, S, D) -> (…, H, K, Q); q is
-    scaled already."""
+    """Return k qᵀ of one block, plus the mask: (…, H, T, D), (…, H or H_kv, S, D) -> (…, H, K, Q);
+    q is scaled already."""
     scores = matmul(shared(k, q.shape[-3])[..., keys, :], flip(q[..., queries, :]))
     if mask is not None:
         scores[..., queries, :] += mask
@@ -79,7 +79,7 @@ def block_scores(q: Array, k: Array, queries: slice, keys: slice, mask: Array | 
 
 
 def highest(scores: Array) -> Array:
-    """The maximum over the keys: (…, K, Q) -> (…, 1, Q).
+    """Return the maximum over the keys: (…, K, Q) -> (…, 1, Q).
 
     The first maximum is over K/8 rows of 8·Q numbers: NumPy's inner loop is then longer, and all 2
     to 4 times faster.
@@ -168,8 +168,8 @@ def sum_heads(x: Array, kv_heads: int) -> Array:
 
 
 def _forward(q: Array, k: Array, v: Array, y: Array, keep: bool) -> tuple[Array, list[Array]]:
-    """Attention of a batch into y; all (B, H or H_kv, T, D). Returns: log(sum(exp(scores))), kept
-    probabilities."""
+    """Write the attention of a batch into y; all (B, H or H_kv, T, D). Returns:
+    log(sum(exp(scores))), kept probabilities."""
     xp = array_module(q)
     (b, heads, t, _) = q.shape
     log_total = xp.empty((b, heads, 1, t), q.dtype)
@@ -238,7 +238,8 @@ def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:
         )
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise ShapeError(
-            f"{name}: {q.shape[1]} query heads do not divide among {k.shape[1]} key heads"
+            f"{name}: {q.shape[1]} query heads cannot be divided equally among {k.shape[1]} key "
+            "heads"
         )
 
 
@@ -271,8 +272,8 @@ def _gradients_by_kernel(
 
 @op
 def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tuple[Array, Saved]:
-    """softmax(q kᵀ / sqrt(D)) v over the keys up to each query: (B, H, T, D), (B, H_kv, T, D) twice
-    -> (B, H, T, D).
+    """Return softmax(q kᵀ / sqrt(D)) v over the keys up to each query: (B, H, T, D), (B, H_kv, T,
+    D) twice -> (B, H, T, D).
 
     With fewer key and value heads than query heads, H / H_kv query heads in a row share one
     (grouped-query attention).
@@ -309,12 +310,12 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
 
 
 def _by_head(x: Array, heads: int) -> Array:
-    """(B, T, H·D) as (B, H, T, D): a view."""
+    """Return (B, T, H·D) as (B, H, T, D): a view."""
     return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).swapaxes(1, 2)
 
 
 def _unpack(qkv: Array, heads: int) -> tuple[Array, Array, Array]:
-    """(B, T, 3·H·D) as three views (B, H, T, D)."""
+    """Return (B, T, 3·H·D) as three views (B, H, T, D)."""
     b, t, n = qkv.shape
     parts = qkv.reshape(b, t, 3, heads, n // (3 * heads)).transpose(2, 0, 3, 1, 4)
     return parts[0], parts[1], parts[2]
@@ -322,8 +323,8 @@ def _unpack(qkv: Array, heads: int) -> tuple[Array, Array, Array]:
 
 @op
 def causal_attention_packed(qkv: Array, *, heads: int, keep: bool = True) -> tuple[Array, Saved]:
-    """Causal attention on the output of one linear that makes q, k and v: (B, T, 3·H·D) -> (B, T,
-    H·D).
+    """Return causal attention on the output of one linear that makes q, k and v: (B, T, 3·H·D) ->
+    (B, T, H·D).
 
     The last dim holds q of all heads, then k, then v. It computes on views, without transposing
     memory. Args, Raises: as causal_attention.

@@ -51,7 +51,7 @@ class SeenKeys(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """The number of these keys."""
+        """Return the number of these keys."""
         return sum(run.stop - run.start for run in self.runs)
 
 
@@ -118,15 +118,15 @@ def _probabilities(q: Array, k: Array, row: SeenKeys, ahead: Array) -> Array:
 
 
 def _ahead(like: Array, side: int) -> Array:
-    """(side, side): -inf where the key, of the first dim, is after the query, else 0."""
+    """Return (side, side): -inf where the key, of the first dim, is after the query, else 0."""
     xp = array_module(like)
     places = array_module(like).arange(side)
     return xp.where(places[:, None] > places, like.dtype.type(-np.inf), like.dtype.type(0))
 
 
 def _forward(q: Array, k: Array, v: Array, seen: list[SeenKeys], side: int) -> tuple[Array, Array]:
-    """The result (B, H, T, D) and log(sum(exp(scores))) (B, H, 1, T); zeros and -inf for queries
-    that see nothing."""
+    """Return the result (B, H, T, D) and log(sum(exp(scores))) (B, H, 1, T); zeros and -inf for
+    queries that see nothing."""
     xp = array_module(q)
     (b, heads, t, d) = q.shape
     y = xp.zeros(q.shape, q.dtype)
@@ -184,8 +184,8 @@ def _backward(node: Node, seen: list[SeenKeys], dy: Array, side: int) -> tuple[A
 def sparse_attention(
     q: Array, k: Array, v: Array, *, blocks: np.ndarray, side: int = SIDE
 ) -> tuple[Array, Saved]:
-    """causal_attention to the keys of the blocks that a query's block sees: (B, H, T, D) -> (B, H,
-    T, D).
+    """Return causal_attention to the keys of the blocks that a query's block sees: (B, H, T, D) ->
+    (B, H, T, D).
 
     Args:    q (B, H, T, D), k and v (B, H_kv, T, D), of any float dtype. blocks: (n, n) bool on the
              host, n = ceil(T / side): row i says which blocks of `side` keys the i-th `side`
@@ -201,7 +201,7 @@ def sparse_attention(
     if blocks.shape != (count, count):
         raise ShapeError(
             f"sparse_attention: blocks {blocks.shape} of side {side}; {q.shape[2]} tokens need a "
-            f"side from 1 and {(count, count) if side > 0 else 'a square'} of blocks"
+            f"side of at least 1 and blocks of shape {(count, count) if side > 0 else '(n, n)'}"
         )
     if side == SIDE and fits_kernel(q):
         xp = array_module(q)

@@ -56,8 +56,8 @@ from minidist.errors import ShapeError
 
 @op
 def copy_to(x: Array, *, group: Group) -> tuple[Array, Saved]:
-    """Megatron's f: x unchanged, whole and equal on all ranks, before each rank does its own part
-    of the work."""
+    """Return x unchanged (Megatron's f), whole and equal on all ranks, before each rank does its
+    own part of the work."""
     return x, saved()
 
 
@@ -68,7 +68,8 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def reduce_from(x: Array, *, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
-    """Megatron's g: the sum of all ranks' x, whole and equal on all ranks; the shape of x."""
+    """Return the sum of all ranks' x (Megatron's g), whole and equal on all ranks; the shape of
+    x."""
     return group.all_reduce(x, algorithm=algorithm), saved()
 
 
@@ -144,9 +145,9 @@ def _join(x: Array, dim: int, group: Group) -> Array:
     own = shard_of(len(whole), group)
     if own.stop - own.start != x.shape[dim]:
         raise ShapeError(
-            f"{group.axis} rank {group.rank} of {group.size}: a shard of {x.shape[dim]} in dim "
-            f"{dim}, but of {len(whole)} altogether it should have {own.stop - own.start}; cut "
-            "as numpy.array_split"
+            f"{group.axis} rank {group.rank} of {group.size}: the shard has {x.shape[dim]} in dim "
+            f"{dim}, but of {len(whole)} in all it must have {own.stop - own.start}; divide as "
+            "numpy.array_split does"
         )
     return xp.ascontiguousarray(xp.moveaxis(whole, 0, dim))
 
@@ -195,8 +196,8 @@ def all_to_all(
     edges = bounds(length, group.size) if counts is None else (0, *accumulate(map(int, counts)))
     if len(edges) != group.size + 1 or edges[-1] != length:
         raise ShapeError(
-            f"all_to_all: counts {list(counts or ())} for {group.size} ranks do not cut the "
-            f"{length} of dim {split}; pass one a rank, which add up to it"
+            f"all_to_all: counts {list(counts or ())} for {group.size} ranks do not divide the "
+            f"{length} of dim {split}; pass one count per rank, with the sum {length}"
         )
     y, came = _swap(x, split, join, edges, group)
     return y, saved(came=came)

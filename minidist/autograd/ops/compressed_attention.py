@@ -34,8 +34,8 @@ from minidist.errors import ConfigError, ShapeError
 
 
 def compressed_attention(q: Tensor, k: Tensor, v: Tensor, *, ratio: int, window: int) -> Tensor:
-    """Causal attention to the means of old groups and to single tokens after them: (B, H, T, D)
-    three times -> the same
+    """Return causal attention to the means of old groups and to single tokens after them: (B, H, T,
+    D) three times -> the same
 
     Args:    ratio: tokens of a group; window: the last tokens, the query's own among them, that are
              seen singly.
@@ -46,12 +46,12 @@ def compressed_attention(q: Tensor, k: Tensor, v: Tensor, *, ratio: int, window:
     check_shapes("compressed_attention", q.data, k.data, v.data)
     if k.shape != q.shape:
         raise ShapeError(
-            f"compressed_attention: q {q.shape}, k {k.shape}; it needs as many key heads as "
-            "query heads"
+            f"compressed_attention: q {q.shape}, k {k.shape}; the number of key heads must be the "
+            "number of query heads"
         )
     if ratio < 1 or window < 1:
         raise ConfigError(
-            f"compressed_attention: ratio {ratio}, window {window}; both are at least 1"
+            f"compressed_attention: ratio {ratio}, window {window}; both must be at least 1"
         )
     length, width = q.shape[2:]
     hidden, weights = _seen(length, ratio, window)

@@ -24,8 +24,8 @@ from minidist.errors import ShapeError
 
 
 def top_positions(scores: Array, k: int) -> Array:
-    """The positions of the k largest of each row, in descending order; ties: the first. (…, n) ->
-    (…, k) integers."""
+    """Return the positions of the k largest of each row, in descending order; ties: the first. (…,
+    n) -> (…, k) integers."""
     if is_virtual(scores):
         return drawn_positions(scores.shape, k)
     return array_module(scores).argsort(-widen(scores), axis=-1, kind="stable")[..., :k]
@@ -75,7 +75,7 @@ def places_in_runs(ids: Array) -> Array:
 
 
 def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
-    """(group, its rows) of each group."""
+    """Return (group, its rows) of each group."""
     sizes = [int(count) for count in counts]  # of an array, a sum in its dtype could overflow
     return [
         (group, slice(end - size, end))
@@ -85,7 +85,8 @@ def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
 
 @op
 def grouped_linear(x: Array, w: Array, *, counts: Sequence[int]) -> tuple[Array, Saved]:
-    """Rows sorted by group, each times the matrix of its group: (R, in), (G, in, out) -> (R, out).
+    """Return rows sorted by group, each times the matrix of its group: (R, in), (G, in, out) -> (R,
+    out).
 
     Args:    counts: the number of rows of each group. Raises: ShapeError if they or the shapes do
              not fit.
@@ -99,7 +100,7 @@ def grouped_linear(x: Array, w: Array, *, counts: Sequence[int]) -> tuple[Array,
     if len(counts) != len(w) or sum(map(int, counts)) != len(x) or min(counts, default=0) < 0:
         raise ShapeError(
             f"grouped_linear: counts {list(counts)} do not fit {len(x)} rows of {len(w)} groups; "
-            f"pass one a group, which add up to the rows"
+            f"pass one count per group, with the sum {len(x)}"
         )
     y = array_module(x).empty((len(x), w.shape[2]), x.dtype)
     for group, run in _runs(counts):
@@ -135,12 +136,13 @@ class Placement:
 
     @cached_property
     def tokens(self) -> Array:
-        """(R,) int32: the token of each row."""
+        """Return the token of each row: (R,) int32."""
         return (self.choices // max(1, self.shape[1])).astype("int32")
 
     @cached_property
     def slots(self) -> Array:
-        """(T, k) int32: the rows of each token, ascending, after a -1 for each dropped choice."""
+        """Return the rows of each token, ascending, after a -1 for each dropped choice: (T, k)
+        int32."""
         xp = array_module(self.choices)
         slots = xp.full(self.shape[0] * self.shape[1], -1, "int32")
         slots[self.choices] = xp.arange(len(self.choices), dtype="int32")
@@ -156,7 +158,7 @@ def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Pla
     if chosen.ndim != 2 or (kept is not None and kept.shape != chosen.shape):
         raise ShapeError(
             f"place_rows: chosen {chosen.shape} and kept {None if kept is None else kept.shape}; "
-            f"they need one shape (tokens, choices)"
+            "both need the same shape (tokens, choices)"
         )
     xp = array_module(chosen)
     chosen = chosen.astype("int64", copy=False)
@@ -193,7 +195,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def from_experts(results: Array, weights: Array, placement: Placement) -> tuple[Array, Saved]:
-    """The sum of the rows of each token, each times its weight: (R, n), (R,) -> (T, n).
+    """Return the sum of the rows of each token, each times its weight: (R, n), (R,) -> (T, n).
 
     Products are rounded, then added in the order of the rows; the kernel rounds only once, at the
     end.
@@ -215,7 +217,8 @@ def from_experts(results: Array, weights: Array, placement: Placement) -> tuple[
 
 @from_experts.gradient("results", "weights")
 def _(node: Node, dy: Array) -> tuple[Array, Array]:
-    """Of results: weight · dy of the row's token; of a weight: the dot product of row and dy."""
+    """Return the gradient of results: weight · dy of the row's token; and of weights: the dot
+    product of row and dy."""
     fast = kernel("from_experts_gradient", dy)
     if fast is not None:
         dresults, dweights = fast(dy, node.results, widen(node.weights), node.placement)

@@ -49,17 +49,18 @@ def positions_in(name: str, ids: Array, count: int) -> Array:
     Raises:  DtypeError; ShapeError for positions on the host outside of 0 … count - 1.
     """
     if ids.dtype.kind not in "iu":
-        raise DtypeError(f"{name}: positions are integers, not {ids.dtype}")
+        raise DtypeError(f"{name}: positions must be integers, not {ids.dtype}")
     if device_of(ids) == "cpu" and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= count):
         raise ShapeError(
-            f"{name}: positions {int(ids.min())}..{int(ids.max())} among {count} rows; "
+            f"{name}: positions {int(ids.min())}..{int(ids.max())} in a table of {count} rows; "
             f"they must lie in 0..{count - 1}"
         )
     return ids.astype("int64", copy=False)
 
 
 def _picked(x: Array, index: Array, dim: int) -> Array:
-    """The slices of x along `dim` at `index`; NaN for a position on a GPU that is out of range."""
+    """Return the slices of x along `dim` at `index`; NaN for a position on a GPU that is out of
+    range."""
     xp = array_module(x)
     y = xp.take(x, beside(index, x), axis=dim)
     if device_of(index) == "cpu" or x.dtype not in FLOATS:
@@ -72,13 +73,15 @@ def _picked(x: Array, index: Array, dim: int) -> Array:
 
 @op
 def embedding(table: Array, ids: Array | SortedIds) -> tuple[Array, Saved]:
-    """table[ids]: (V, n), integers (…) -> (…, n). Ids on a GPU that are outside of the table give
-    NaN.
+    """Return table[ids]: (V, n), integers (…) -> (…, n). Ids on a GPU that are outside of the table
+    give NaN.
 
     Raises:  DtypeError, ShapeError if ids on the host do not fit the table.
     """
     if table.ndim != 2:
-        raise ShapeError(f"embedding: the table has shape (vocabulary, width), not {table.shape}")
+        raise ShapeError(
+            f"embedding: the table must have shape (vocabulary, width), not {table.shape}"
+        )
     if isinstance(ids, SortedIds):
         return array_module(table).take(table, ids.ids, axis=0), saved(ids=ids)
     ids = positions_in("embedding", ids, len(table))
@@ -98,7 +101,8 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def sum_by_id(ids: Array, values: Array, count: int) -> Array:
-    """Row i of the result is the sum of values[j] over all j with ids[j] == i, in a fixed order.
+    """Sum values by id: row i of the result is the sum of values[j] over all j with ids[j] == i, in
+    a fixed order.
 
     The host sorts values by id and sums each run, and so does the kernel on a GPU. Otherwise a GPU
     multiplies by the one-hot matrix, a slice of the table at a time. Atomic additions would differ
@@ -130,13 +134,13 @@ def sum_by_id(ids: Array, values: Array, count: int) -> Array:
 
 @op
 def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
-    """Slices of x along `dim` at the integer positions `index` (any shape, no gradient); NaN as in
-    `embedding`.
+    """Return slices of x along `dim` at the integer positions `index` (any shape, no gradient); NaN
+    as in `embedding`.
 
     Raises:  DtypeError, ShapeError if dim or index do not fit x.
     """
     if not -x.ndim <= dim < x.ndim:
-        raise ShapeError(f"take: no dim {dim} in x {x.shape}")
+        raise ShapeError(f"take: x {x.shape} has no dim {dim}")
     index = positions_in("take", index, x.shape[dim])
     return _picked(x, index, dim), saved(index=index)
 

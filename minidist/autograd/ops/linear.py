@@ -11,15 +11,15 @@ from minidist.errors import ShapeError
 
 @op
 def matmul(a: Array, b: Array) -> tuple[Array, Saved]:
-    """(…, m, k) @ (…, k, n) -> (…, m, n); the leading dims broadcast.
+    """Return (…, m, k) @ (…, k, n) -> (…, m, n); the leading dims broadcast.
 
     Cost:    2·m·k·n FLOPs a matrix.
     Raises:  ShapeError if the shapes do not fit.
     """
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise ShapeError(
-            f"matmul: {a.shape} @ {b.shape}: the last dim of a must equal the one before last of "
-            "b, and both need two dims or more"
+            f"matmul: {a.shape} @ {b.shape}: the last dim of a must equal the second-to-last dim "
+            "of b, and both need at least two dims"
         )
     return multiply(a, b), saved(a=a, b=b)
 
@@ -35,14 +35,14 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def rows(x: Array) -> Array:
-    """(…, n) as one matrix (rows, n): a view if x is contiguous. Also for n = 0, where -1 would be
-    any number."""
+    """Return (…, n) as one matrix (rows, n): a view if x is contiguous. Also for n = 0, where -1
+    would be any number."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def column_sums(x: Array, out: Array | None = None) -> Array:
-    """(rows, n) -> (n,), by BLAS as ones @ x, which is faster than a sum over dim 0; low precision
-    in float32."""
+    """Return the sums of the columns, (rows, n) -> (n,), by BLAS as ones @ x, which is faster than
+    a sum over dim 0; low precision in float32."""
     ones = array_module(x).ones((1, len(x)), x.dtype)
     if out is None:
         return multiply(ones, x)[0]
@@ -52,7 +52,7 @@ def column_sums(x: Array, out: Array | None = None) -> Array:
 
 @op
 def unembed(x: Array, table: Array) -> tuple[Array, Saved]:
-    """Logits from a (tied) embedding table, x @ tableᵀ: (…, n), (V, n) -> (…, V). Raises:
+    """Return logits from a (tied) embedding table, x @ tableᵀ: (…, n), (V, n) -> (…, V). Raises:
     ShapeError."""
     if table.ndim != 2 or x.ndim < 1 or x.shape[-1] != table.shape[1]:
         raise ShapeError(
@@ -91,7 +91,7 @@ def product_and_bias(x: Array, w: Array, b: Array | None) -> Array:
 
 @op
 def linear(x: Array, w: Array, b: Array | None = None) -> tuple[Array, Saved]:
-    """(…, in) @ (in, out) + (out,) -> (…, out), in one matrix product for all leading dims.
+    """Return (…, in) @ (in, out) + (out,) -> (…, out), in one matrix product for all leading dims.
 
     Cost:    2·rows·in·out FLOPs.
     Raises:  ShapeError if the shapes do not fit.

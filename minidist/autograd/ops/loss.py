@@ -15,7 +15,7 @@ def targets_in(name: str, logits: Array, targets: Array, vocabulary: int) -> Arr
     Raises:  DtypeError, ShapeError.
     """
     if targets.dtype.kind not in "iu":
-        raise DtypeError(f"{name}: targets are token ids, integers, not {targets.dtype}")
+        raise DtypeError(f"{name}: targets must be token ids (integers), not {targets.dtype}")
     if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
         raise ShapeError(
             f"{name}: targets {targets.shape} do not fit logits {logits.shape}; "
@@ -27,8 +27,8 @@ def targets_in(name: str, logits: Array, targets: Array, vocabulary: int) -> Arr
         and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary)
     ):
         raise ShapeError(
-            f"{name}: targets {int(targets.min())}..{int(targets.max())} outside the vocabulary, "
-            f"which allows 0..{vocabulary - 1}; logits {logits.shape}"
+            f"{name}: targets {int(targets.min())}..{int(targets.max())} are outside the "
+            f"vocabulary, which has 0..{vocabulary - 1}; logits {logits.shape}"
         )
     return targets.astype("int64", copy=False)
 
@@ -37,7 +37,7 @@ def targets_in(name: str, logits: Array, targets: Array, vocabulary: int) -> Arr
 def cross_entropy(
     logits: Array, targets: Array, *, divisor: float | None = None
 ) -> tuple[Array, Saved]:
-    """The sum over tokens of -log softmax(logits)[target], divided by `divisor`.
+    """Return the sum over tokens of -log softmax(logits)[target], divided by `divisor`.
 
     Let l be the logits of a token, m their maximum, t the logit of the target, and s = sum(exp(l -
     m)). The loss is log(s) + (m - t), in this order, so that rounding does not lose log(s) when the
@@ -74,7 +74,7 @@ def cross_entropy(
 
 @cross_entropy.gradient("logits")
 def _(node: Node, dy: Array) -> Array:
-    """(softmax - one-hot) dy / divisor"""
+    """Return (softmax - one-hot) dy / divisor."""
     fast = kernel("cross_entropy", node.logits)
     if fast is not None:
         _, dx = fast(node.logits, node.ids, scale=1.0 / node.divisor, factor=widen(dy))
@@ -86,7 +86,7 @@ def _(node: Node, dy: Array) -> Array:
 def logits_gradient(
     logits: Array, top: Array, total: Array, places: tuple[Array, Array], dy: Array, divisor: float
 ) -> Array:
-    """(exp(logits - top) / total - one-hot) dy / divisor; `places`: rows and columns of the
+    """Return (exp(logits - top) / total - one-hot) dy / divisor; `places`: rows and columns of the
     targets; dy: one number."""
     xp = array_module(logits)
     wide = rows(widen(logits))

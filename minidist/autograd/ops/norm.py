@@ -23,8 +23,8 @@ def _check(name: str, x: Array, **weights: Array) -> None:
 
 
 def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, Saved]:
-    """hat * w (+ b), where hat is x with each row scaled to mean square 1; with b, the mean is
-    subtracted first."""
+    """Return hat * w (+ b), where hat is x with each row scaled to mean square 1; with b, the mean
+    is subtracted first."""
     xp = array_module(x)
     wide = xp.ascontiguousarray(rows(widen(x)))
     w_wide = widen(w)
@@ -55,8 +55,8 @@ def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, 
 
 @op
 def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
-    """(x - mean) / sqrt(var + eps) * w + b over the last dim: (…, n), (n,), (n,) -> (…, n). Raises:
-    ShapeError.
+    """Return (x - mean) / sqrt(var + eps) * w + b over the last dim: (…, n), (n,), (n,) -> (…, n).
+    Raises: ShapeError.
 
     Source: Ba et al. 2016.
     """
@@ -70,7 +70,8 @@ def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Arra
 
 @op
 def rms_norm(x: Array, w: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
-    """x / sqrt(mean(x²) + eps) * w over the last dim: (…, n), (n,) -> (…, n). Raises: ShapeError.
+    """Return x / sqrt(mean(x²) + eps) * w over the last dim: (…, n), (n,) -> (…, n). Raises:
+    ShapeError.
 
     Source: Zhang & Sennrich 2019.
     """

@@ -42,7 +42,7 @@ from minidist.device.dispatch import launcher
 
 
 def scaled_queries(q: Array) -> Array:
-    """q / sqrt(D), widened: (…, D) -> (…, D)."""
+    """Return q / sqrt(D), widened: (…, D) -> (…, D)."""
     wide = widen(q)
     return wide * wide.dtype.type(q.shape[-1] ** -0.5)
 
@@ -83,15 +83,15 @@ class OnlineSoftmax:
             )
 
     def finish(self) -> tuple[Array, Array]:
-        """Attention to all blocks (B, H, T, D), and log(sum(exp(scores))) of each query (B, H, 1,
-        T); overwrites y."""
+        """Return attention to all blocks (B, H, T, D), and log(sum(exp(scores))) of each query (B,
+        H, 1, T); overwrites y."""
         self.y /= flip(self.total)
         return self.y, array_module(self.y).log(self.total) + self.top
 
 
 def _update(scores: Array, v: Array, y: Array, top: Array, total: Array) -> None:
-    """The online softmax: scores (…, K, Q) of new keys, their values (…, K, D); y, top and total
-    are overwritten."""
+    """Update the online softmax by scores (…, K, Q) of new keys and their values (…, K, D); y, top
+    and total are overwritten."""
     xp = array_module(scores)
     now = xp.maximum(top, highest(scores))
     scores -= now
@@ -151,7 +151,7 @@ class OnlineGradients:
             dk[i][..., keys, :] += sum_heads(matmul(ds, q[i][..., rows, :]), k.shape[1])
 
     def finish(self) -> Array:
-        """The gradient of the unscaled q; overwrites dq."""
+        """Return the gradient of the unscaled q; overwrites dq."""
         self.dq *= self.dq.dtype.type(self.dq.shape[-1] ** -0.5)
         return self.dq
 
@@ -181,8 +181,8 @@ class FusedSoftmax:
         before[...] = log_total
 
     def finish(self) -> tuple[Array, Array]:
-        """Attention to all blocks (B, H, T, D), and log(sum(exp(scores))) of each query (B, H,
-        T)."""
+        """Return attention to all blocks (B, H, T, D), and log(sum(exp(scores))) of each query (B,
+        H, T)."""
         return self.y, self.log_total
 
 
@@ -222,7 +222,7 @@ class FusedGradients:
             total += widen(own)
 
     def finish(self) -> Array:
-        """The gradient of q."""
+        """Return the gradient of q."""
         return self.dq
 
 

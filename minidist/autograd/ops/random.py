@@ -22,7 +22,7 @@ from minidist.errors import ConfigError, ShapeError
 def _positions(
     xp: Any, shape: tuple[int, ...], tokens: Any, columns: Any, width: int | None
 ) -> Array:
-    """The global position of each element: token * width + column. Raises: ShapeError."""
+    """Return the global position of each element: token * width + column. Raises: ShapeError."""
     lead = shape[:-1]
     n = shape[-1]
     tokens = (
@@ -83,8 +83,8 @@ def dropout(
         )
     if key is not None:
         raise ConfigError(
-            f"dropout {name!r}: only the kernel reads its key on a GPU, and it does not take "
-            f"{dtype_name(x.dtype)} of this layout; pass seed and step alone"
+            f"dropout {name!r}: only the kernel can read a key on a GPU, and the kernel does not "
+            f"take {dtype_name(x.dtype)} of this layout; pass only seed and step"
         )
     bits = random_bits(
         f"{name}/dropout/{step}", seed, _positions(xp, x.shape, tokens, columns, width)
@@ -105,7 +105,8 @@ def _by_kernel(
     width: int | None = None,
     key: Array | None = None,
 ) -> Array:
-    """The kernel draws its own numbers, in forward and again for the gradient."""
+    """Apply dropout by the kernel, which draws its own numbers, in forward and again for the
+    gradient."""
     xp = array_module(x)
     if columns is not None and len(columns) != x.shape[-1]:
         raise ShapeError(f"dropout: x {x.shape} needs {x.shape[-1]} columns, not {len(columns)}")
@@ -122,12 +123,12 @@ def _by_kernel(
 
 
 def dropout_key(name: str, seed: int, step: int) -> np.uint64:
-    """The key of the random stream of the layer `name` in this step."""
+    """Return the key of the random stream of the layer `name` in this step."""
     return stream_key(f"{name}/dropout/{step}", seed)
 
 
 def _apply(x: Array, residual: Array | None, kept: Array, rate: float) -> Array:
-    """x scaled where `kept`, else zero, plus the residual; rounded once."""
+    """Return x scaled where `kept`, else zero, plus the residual; rounded once."""
     wide = widen(x)
     y = wide * (kept.astype(wide.dtype) * wide.dtype.type(1.0 / (1.0 - rate)))
     if residual is not None:

@@ -13,16 +13,16 @@ Dims: TypeAlias = int | Sequence[int] | None
 
 
 def _dims(dim: Dims, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The dims that a reduction runs over, as non-negative numbers. Raises: ShapeError."""
+    """Return the dims that a reduction runs over, as non-negative numbers. Raises: ShapeError."""
     given = range(len(shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
     for d in given:
         if not -len(shape) <= d < len(shape):
-            raise ShapeError(f"no dim {d} in an array of shape {shape}")
+            raise ShapeError(f"an array of shape {shape} has no dim {d}")
     return tuple(sorted({d % len(shape) for d in given}))
 
 
 def _stretched(node: Node, y: Array) -> Array:
-    """The node's result or dy with the reduced dims as dims of size 1, so that it broadcasts
+    """Return the node's result or dy with the reduced dims as dims of size 1, so that it broadcasts
     against x."""
     shape = node.shapes["x"]
     dims = _dims(node.options.get("dim"), node.shapes["x"])
@@ -49,7 +49,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def mean(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:
-    """Mean over all dims, one, or several. Args: as sum's."""
+    """Return the mean over all dims, one, or several. Args: as sum's."""
     dims = _dims(dim, x.shape)
     count = math.prod(x.shape[d] for d in dims)
     total = _total(x, dims, keepdims)
@@ -64,8 +64,8 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def max(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:  # noqa: A001 - as NumPy's
-    """Maximum over all dims, one, or several. Equal maxima share the gradient equally. Args: as
-    sum's."""
+    """Return the maximum over all dims, one, or several. Equal maxima share the gradient equally.
+    Args: as sum's."""
     y = x.max(axis=_dims(dim, x.shape), keepdims=keepdims)
     return y, saved(x=x, y=y)
 
@@ -81,8 +81,8 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def var(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:
-    """Variance over all dims, one, or several: the mean squared distance to the mean (divisor n).
-    Args: as sum's."""
+    """Return the variance over all dims, one, or several: the mean squared distance to the mean
+    (divisor n). Args: as sum's."""
     dims = _dims(dim, x.shape)
     wide = widen(x)
     centred = wide - wide.mean(axis=dims, keepdims=True)

@@ -14,7 +14,7 @@ from minidist.errors import ShapeError
 
 @op
 def reshape(x: Array, shape: Sequence[int]) -> tuple[Array, Saved]:
-    """x in another shape; one size may be -1. A view where the layout allows it."""
+    """Return x in another shape; one size may be -1. A view where the layout allows it."""
     return x.reshape(shape), saved()
 
 
@@ -25,7 +25,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def transpose(x: Array, dims: Sequence[int] | None = None) -> tuple[Array, Saved]:
-    """Dim i of the result is dim dims[i] of x; without dims they are reversed. A view."""
+    """Return x with dim dims[i] of x as dim i; without dims they are reversed. A view."""
     order = tuple(reversed(range(x.ndim))) if dims is None else tuple(d % x.ndim for d in dims)
     return x.transpose(order), saved(back=tuple(int(i) for i in np.argsort(order)))
 
@@ -47,7 +47,7 @@ def _is_basic(index: Any) -> bool:
 
 @op
 def getitem(x: Array, index: Any) -> tuple[Array, Saved]:
-    """x[index], with slices (a view), integer arrays or a bool array (a copy).
+    """Return x[index], with slices (a view), integer arrays or a bool array (a copy).
 
     A GPU adds the gradients of an element picked several times in no fixed order; `take` adds in a
     fixed order.
@@ -105,8 +105,8 @@ def split(
     n = x.shape[dim]
     if isinstance(sections, int) and (sections < 1 or n % sections):
         raise ShapeError(
-            f"split: dim {dim} of shape {x.shape} does not divide into {sections}; pass a list "
-            "of sizes"
+            f"split: dim {dim} of shape {x.shape} cannot be divided into {sections} equal parts; "
+            "pass a list of sizes"
         )
     # int: a sum in the dtype of an array of sizes could overflow.
     sizes = [n // sections] * sections if isinstance(sections, int) else list(map(int, sections))

@@ -77,5 +77,5 @@ def attention_pattern(text: str) -> str:
     if unknown := [
         term for term in pattern.split("+") if term.partition(":")[0] not in (*NAMES, "rows")
     ]:
-        raise argparse.ArgumentTypeError(f"{shown(unknown[0])} is no pattern; write {SPELLINGS}")
+        raise argparse.ArgumentTypeError(f"{shown(unknown[0])} is not a pattern; write {SPELLINGS}")
     return pattern

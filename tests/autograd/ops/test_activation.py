@@ -191,8 +191,8 @@ def test_the_slope_of_tanh_holds_all_digits(kind):
 
 @pytest.mark.parametrize("kind", ["float64", "float32", "float16", "bfloat16"])
 def test_softmax_holds_all_digits(kind):
-    """Of each chance relative to itself, though the difference to the row's maximum is rounded; of
-    logarithms to 1."""
+    """Hold each chance relative to itself, though the difference to the row's maximum is rounded;
+    logarithms relative to 1."""
     x = over_the_range(kind)
     x = np.stack([x, np.zeros_like(x)], axis=-1)
     wide_x = x.astype(np.longdouble)
@@ -226,7 +226,7 @@ def test_swiglu_is_silu_times_up_to_the_bit(kind):
         results.append([y.data, *(leaf.grad for leaf in leaves)])
     for got, want in zip(*results, strict=True):
         np.testing.assert_array_equal(got, want)
-    with pytest.raises(ShapeError, match="one shape"):
+    with pytest.raises(ShapeError, match="the same shape"):
         ops.swiglu(gate, up[:1])
 
 

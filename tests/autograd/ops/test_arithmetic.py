@@ -79,8 +79,8 @@ def test_unbroadcast_sums_low_precision_in_float32():
 @pytest.mark.filterwarnings("ignore:divide by zero|invalid value|overflow")
 @pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16"])
 def test_powers_at_the_edges(kind):
-    """As in PyTorch: x ** 0 is 1 everywhere and its slope 0; otherwise the slope is n x ** (n - 1),
-    by IEEE's rules."""
+    """Compute as PyTorch does: x ** 0 is 1 everywhere and its slope 0; otherwise the slope is n x
+    ** (n - 1), by IEEE's rules."""
     inf = np.inf
     nan = np.nan
     x = [-inf, -2.0, -0.0, 0.0, 4.0, inf, nan]

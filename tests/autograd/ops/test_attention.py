@@ -137,7 +137,9 @@ def test_errors():
     q = np.ones((2, 4, 5, 8))
     with pytest.raises(ShapeError, match=r"q \(2, 4, 5, 8\), k \(2, 4, 5, 6\)"):
         ops.causal_attention(q, q[..., :6], q[..., :6])
-    with pytest.raises(ShapeError, match="4 query heads do not divide among 3 key heads"):
+    with pytest.raises(
+        ShapeError, match="4 query heads cannot be divided equally among 3 key heads"
+    ):
         ops.causal_attention(q, q[:, :3], q[:, :3])
     with pytest.raises(
         ShapeError, match=r"qkv \(2, 4, 10\) with 2 heads; it needs \(B, T, 3·heads·D\)"

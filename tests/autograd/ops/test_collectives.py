@@ -76,7 +76,7 @@ def wholes_of(size: int, shape: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def weights_of(name: str, y: np.ndarray, rank: int) -> np.ndarray:
-    """What a rank does with its result: the same on all ranks, or something of its own."""
+    """Return what a rank does with its result: the same on all ranks, or something of its own."""
     return np.random.default_rng(0 if PAIRS[name][2] else rank + 1).uniform(0.5, 1.5, y.shape)
 
 
@@ -213,12 +213,12 @@ def test_counts_of_a_small_dtype_are_added_as_numbers() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     def shards(world: Any) -> None:
         with pytest.raises(
-            ShapeError, match=r"rank \d of 2: a shard of \d in dim 0, but of 4 altogether it should"
+            ShapeError, match=r"rank \d of 2: the shard has \d in dim 0, but of 4 in all it must"
         ):
             collectives.all_gather(np.ones((1 + 2 * world.rank, 2)), dim=0, group=world)
 
     md.run(shards, size=2)
-    with pytest.raises(ShapeError, match=r"counts \[1\] for 1 ranks do not cut the 3 of dim 0"):
+    with pytest.raises(ShapeError, match=r"counts \[1\] for 1 ranks do not divide the 3 of dim 0"):
         md.run(
             lambda world: collectives.all_to_all(
                 np.ones(3), split=0, join=0, counts=[1], group=world

@@ -100,7 +100,7 @@ def test_gradients() -> None:
 
 def test_wrong_arguments() -> None:
     q, k, v = drawn(4, 6)
-    with pytest.raises(ConfigError, match="both are at least 1"):
+    with pytest.raises(ConfigError, match="both must be at least 1"):
         run([q, k, v], ratio=0, window=1)
-    with pytest.raises(ShapeError, match="as many key heads"):
+    with pytest.raises(ShapeError, match="number of key heads must"):
         run([q, k[:, :1], v[:, :1]], ratio=2, window=1)

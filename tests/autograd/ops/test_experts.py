@@ -71,7 +71,7 @@ def test_there_and_back_is_take_times_and_add_to_the_bit(kind: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_on_a_gpu_by_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which round once what the plain path rounds several times."""
+    """The kernels round once where the plain path rounds several times."""
     cupy = fake_gpu.install(monkeypatch)
     asked = []
     find = experts.kernel
@@ -106,7 +106,7 @@ def test_on_a_gpu_by_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(
-        ShapeError, match=r"counts \[2, 2\] do not fit 5 rows of 2 groups; pass one a group"
+        ShapeError, match=r"counts \[2, 2\] do not fit 5 rows of 2 groups; pass one count per group"
     ):
         ops.grouped_linear(np.ones((5, 3)), np.ones((2, 3, 4)), counts=[2, 2])
     with pytest.raises(ShapeError, match=r"x \(5, 3\) does not fit w \(2, 4, 3\)"):
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.to_experts(np.ones((3, 1)), placement)
     with pytest.raises(ShapeError, match=r"results \(2, 1\) and weights \(3,\) do not fit 2 rows"):
         ops.from_experts(np.ones((2, 1)), np.ones(3), placement)
-    with pytest.raises(ShapeError, match="one shape"):
+    with pytest.raises(ShapeError, match="the same shape"):
         place_rows(np.ones((2, 1), int), np.ones((1, 2), bool), experts=2)
 
 

@@ -65,7 +65,7 @@ def test_no_tokens():
 
 
 def test_errors():
-    with pytest.raises(DtypeError, match="targets are token ids, integers, not float64"):
+    with pytest.raises(DtypeError, match="token ids .integers., not float64"):
         ops.cross_entropy(LOGITS, TARGETS * 1.0)
     with pytest.raises(
         ShapeError, match=r"targets \(5,\) do not fit logits \(2, 5, 7\); they need shape \(2, 5\)"
@@ -73,7 +73,7 @@ def test_errors():
         ops.cross_entropy(LOGITS, TARGETS[0])
     for wrong in (-1, 7):
         with pytest.raises(
-            ShapeError, match=r"outside the vocabulary, which allows 0\.\.6; logits \(2, 5, 7\)"
+            ShapeError, match=r"outside the vocabulary, which has 0\.\.6; logits \(2, 5, 7\)"
         ):
             ops.cross_entropy(LOGITS, np.full((2, 5), wrong))
 

@@ -31,7 +31,7 @@ def test_one_dim_and_wrong_dims():
     x = np.arange(6.0).reshape(2, 3)
     np.testing.assert_array_equal(ops.sum(x, dim=-1).data, [3.0, 12.0])
     for dim in (2, -3, (0, 5)):
-        with pytest.raises(ShapeError, match=r"no dim .* in an array of shape \(2, 3\)"):
+        with pytest.raises(ShapeError, match=r"an array of shape \(2, 3\) has no dim"):
             ops.sum(x, dim=dim)
 
 

@@ -35,7 +35,7 @@ def test_split_into_equal_parts_or_sizes():
 
 def test_errors():
     with pytest.raises(
-        ShapeError, match=r"split: dim 1 of shape \(2, 3, 4\) does not divide into 2"
+        ShapeError, match=r"split: dim 1 of shape \(2, 3, 4\) cannot be divided into 2"
     ):
         ops.split(X, 2, dim=1)
     with pytest.raises(ShapeError, match=r"sizes \[1, 1\] do not add up to dim 1"):

@@ -1,4 +1,4 @@
-"""What `minidist bench compress` is asked to show: each bound on either side of its edge."""
+"""Test what `minidist bench compress` is asked to show: each bound on either side of its edge."""
 
 from typing import Any
 

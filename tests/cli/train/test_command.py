@@ -93,10 +93,9 @@ def on_threads(
     options: list[str],
     nodes: tuple[int, ...] | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """What `minidist train -n N` prints and its metrics, with threads for the processes that it
-    would start: each parses its command line. `runs` has the processes. nodes: the node of each
-    rank.
-    """
+    """Return what `minidist train -n N` prints and its metrics, with threads for the processes that
+    it would start: each parses its command line. `runs` has the processes. nodes: the node of each
+    rank."""
 
     def threads(command: list[str], size: int, patience: float, limits: Any) -> int:
         def rank(world: Any) -> int:
@@ -260,7 +259,8 @@ def test_bucket_bytes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As given, or by the measured link; without a measured link auto is refused."""
+    """Take the size that is given, or the one by the measured link; without a measured link auto is
+    refused."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     words = [
         "train",
@@ -418,7 +418,7 @@ def test_validate_bounds_the_held_out_text(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of 7 sequences the batches are 5 and 2: fewer than the three ranks."""
+    """The batches of 7 sequences are 5 and 2: fewer than the three ranks."""
     _, metrics = on_threads(
         monkeypatch, capsys, tmp_path, ["-n", "3", "--data", str(book), "--validate", str(most)]
     )
@@ -610,7 +610,8 @@ def test_schedules_of_a_pipeline(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As one process, but for PipeDream; its stages, and its bytes beside the formula."""
+    """Every schedule but PipeDream trains as one process does; its stages and bytes are compared
+    with the formula."""
     verify = [] if "pipedream" in options else ["--verify"]
     ranks = str(md.Plan.parse(cut).size)
     _, metrics = on_threads(
@@ -929,13 +930,13 @@ def refusals() -> list[tuple[list[str], str]]:
         ),
         (
             ["--experts", "4", "--expert-nodes", "3,2", "--node-limit", "1"],
-            "give each node 1 or more of the 4",
+            "each 1 or more, 4 in all",
         ),
         (
             ["--experts", "4", "--expert-placement", "nowhere"],
             "no metrics.json of a run can be read there",
         ),
-        (["--experts", "2", "--top-k", "3"], "top_k from 1 to their number"),
+        (["--experts", "2", "--top-k", "3"], "top_k from 1 to the number of experts"),
         (["-n", "4", "--plan", "dp=2,tp=4"], "is for 8 ranks, the job has 4; use dp=4"),
         (["-n", "4", "--plan", "pp=4"], "use dp=4, or at least 2 layers"),
         (["-n", "4", "--plan", "tp=4"], "use dp=4, or at least 4 heads"),

@@ -57,8 +57,8 @@ def start(options: list[str], folder: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.soak
 def test_two_ranks_within_a_limit_and_as_one_process(book: Path, tmp_path: Path) -> None:
-    """What moved and what lies where, in the file and on the screen; ZeRO-3 without being asked;
-    nothing is left."""
+    """The file and the screen show what moved and what lies where; ZeRO-3 is used without being
+    asked; nothing is left."""
     (tmp_path / "disk").mkdir()
     process = start(
         [

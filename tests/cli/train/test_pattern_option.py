@@ -94,7 +94,7 @@ def test_from_a_file_through_a_checkpoint_to_a_text(
     [
         ("local:100", "write local:128"),
         ("block:nowhere", "No such file"),
-        ("dense", "'dense' is no pattern"),
+        ("dense", "'dense' is not a pattern"),
     ],
 )
 def test_a_mistake_is_one_line(

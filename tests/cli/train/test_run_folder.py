@@ -84,7 +84,7 @@ def die_after(files: int) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all files are those of the run in metrics.json."""
+    """Return whether all files are those of the run in metrics.json."""
     metrics = json.loads((folder / "metrics.json").read_text())
     return {name: sha256(folder / name) for name in metrics["files"]} == metrics["files"]
 

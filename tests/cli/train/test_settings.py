@@ -95,7 +95,7 @@ def test_a_folder_without_a_placement_is_refused(
 
 
 def disagreement(world: Any, of_rank: Any) -> str:
-    """What a rank says that has such words; "" if the ranks have the same run."""
+    """Return what a rank says that has such words; "" if the ranks have the same run."""
     words = ["--context", "16", "--out", f"run-{world.rank}", *of_rank(world.rank)]
     settings = train_settings.check(parsed(*words), begins=False)
     try:

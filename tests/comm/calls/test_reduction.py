@@ -1,4 +1,4 @@
-"""What ops do, and in which dtype they add up."""
+"""Test what ops do, and in which dtype they add up."""
 
 import ml_dtypes
 import numpy as np

@@ -14,7 +14,7 @@ from minidist.errors import CommError, ConfigError
 
 @pytest.fixture(scope="module")
 def peaceful():
-    """What three ranks of one mpirun return of each job that leaves them as they were."""
+    """Return what three ranks of one mpirun return of each job that leaves them as they were."""
     return run(native_calls.peaceful, size=3, transport="mpi")
 
 

@@ -36,7 +36,7 @@ def brought(rank: int, length: int) -> np.ndarray:
 
 
 def summed(size: int, length: int) -> np.ndarray:
-    """What an all-reduce of these gives."""
+    """Return what an all-reduce of these gives."""
     return np.sum([brought(rank, length) for rank in range(size)], axis=0)
 
 

@@ -1,4 +1,4 @@
-"""What auto means: the same on every rank, and one of the algorithms that the verb takes."""
+"""Test what auto means: the same on every rank, and one of the algorithms that the verb takes."""
 
 import pytest
 

@@ -296,7 +296,7 @@ def test_an_array_that_is_its_own_part_of_out(lends):
 
 @pytest.mark.parametrize("lends", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_between_processes(lends, monkeypatch):
-    """As conformance has it for short arrays: several dtypes, layouts and ways to get the
+    """Run what conformance does for short arrays: several dtypes, layouts and ways to get the
     result."""
     if not lends:
         monkeypatch.setattr("minidist.comm.transports.shm.process_vm_read._readv", None)

@@ -74,8 +74,8 @@ def test_workspace_is_as_stated(verb, algorithm):
 
 
 def allocated(world, length, calls):
-    """What calls of several kinds leave allocated, in blocks, and the most that they hold, in
-    bytes.
+    """Return what calls of several kinds leave allocated, in blocks, and the most that they hold,
+    in bytes.
 
     The least of some rounds each: a wait that lasts is told, which takes memory of its own.
     """

@@ -234,8 +234,8 @@ def test_pytorch_analyses_the_dumps(tmp_path, caplog):
 
 
 def test_a_dump_is_this_users_alone_and_follows_no_link(tmp_path, monkeypatch):
-    """As SIGUSR2 writes it: beside the ring, or in the folder for temporary files, where all users
-    may write."""
+    """SIGUSR2 writes it next to the ring, or in the folder for temporary files, where all users may
+    write."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "target").write_text("precious")
     recorder = FlightRecorder(3)

@@ -214,7 +214,7 @@ def test_who_cannot_report_any_more_first_hears_what_was_said():
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_without_a_monitor_rank_0_says_what_all_ranks_say(cut, monkeypatch):
-    """Whether a report cannot leave or is not answered."""
+    """The report cannot leave, or is not answered."""
     monkeypatch.setattr("minidist.comm.health.monitor_client.ANSWER_LIMIT", 0.1)
     with job(3) as (monitor, links):
         if cut:
@@ -484,7 +484,7 @@ def test_only_a_name_that_differs_between_machines_is_listened_for_at_all_addres
 
 
 def test_a_process_that_starts_no_thread_any_more_has_a_signal_keep_its_time(monkeypatch):
-    """As Python 3.12 at its own end: the failure is told all the same."""
+    """Python 3.12 starts no thread at its own end: the failure is reported all the same."""
 
     def refuse(timer):
         raise RuntimeError("can't create new thread at interpreter shutdown")

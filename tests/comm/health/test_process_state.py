@@ -1,4 +1,5 @@
-"""What the kernel says of processes: who is frozen, how one ended, which are seen from here."""
+"""Test what the kernel says of processes: who is frozen, how one ended, which are seen from
+here."""
 
 import ctypes
 import errno

@@ -36,7 +36,7 @@ def kinds(world):
 
 
 def groups(world):
-    """What links and boards there are; and that calls over them are right."""
+    """Return what links and boards there are; and that calls over them are right."""
     inside = world.split(world.rank // 2)
     across = world.split(world.rank % 2)
     pair = inside.split(0)

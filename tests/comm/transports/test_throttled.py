@@ -105,7 +105,7 @@ def test_the_ports_thread_ends_and_the_transport_below_lives_on():
 
 
 def test_an_abort_ends_a_message_that_is_held():
-    """Of the transport below, as a job's control connection does when a rank is lost."""
+    """The transport below aborts, as a job's control connection does when a rank is lost."""
 
     def body(world):
         with delayed(world, alpha=10.0, beta=0.0) as slow:

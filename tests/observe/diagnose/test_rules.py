@@ -1,5 +1,5 @@
-"""What `minidist diagnose` finds in the flight recorders of jobs that went wrong, and of those that
-did not."""
+"""Test what `minidist diagnose` finds in the flight recorders of jobs that went wrong, and of those
+that did not."""
 
 import pytest
 from flights import VirtualJob, made

@@ -29,7 +29,7 @@ def test_a_clean_job_names_nobody(tmp_path):
 
 @pytest.mark.soak
 def test_300_faults(tmp_path):
-    """Of 300 faults the culprit is right in 99 %, the cause in 95 %; a hang is told at most 1 s
+    """The culprit is right in 99 % of 300 faults, the cause in 95 %; a hang is reported at most 1 s
     after its limit."""
     wrong = []
     uncaused = []
@@ -48,8 +48,8 @@ def test_300_faults(tmp_path):
 
 
 def is_slow(folder, fault):
-    """Whether the ranks compute alike before the fault, and from then on the victim SLOW_USUALLY
-    times as long."""
+    """Return whether the ranks compute alike before the fault, and from then on the victim
+    SLOW_USUALLY times as long."""
     ratios = {
         step: row[fault.victim]["cpu"] / row[1 - fault.victim]["cpu"]
         for step, row in StepTable(read_rank_steps(folder)).rows.items()

@@ -1,5 +1,5 @@
-"""What the records of steps tell: made-up records, one fault each, at the size from which it is
-named and below it."""
+"""Test what the records of steps tell: made-up records, one fault each, at the size from which it
+is named and below it."""
 
 import math
 import random
@@ -94,7 +94,7 @@ def test_five_steps_are_enough_and_four_are_not():
 
 
 def test_a_step_of_noise_does_not_end_a_streak():
-    """Of sixteen steps the victim is slow in thirteen, never in five in a row but once."""
+    """The victim is slow in thirteen of sixteen steps, never in five in a row but once."""
     noisy = {"cpu": lambda step, line: line["cpu"] * (1.0 if step in (10, 15, 20) else 1.5)}
     assert only(laggards(table(steps=24, at=8, **noisy))) == ("slow compute", (2,))
 

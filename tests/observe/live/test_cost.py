@@ -1,5 +1,5 @@
-"""What it costs the ranks that they can be watched and diagnosed: their records, as seconds and
-bytes of a step."""
+"""Test what it costs the ranks that they can be watched and diagnosed: their records, as seconds
+and bytes of a step."""
 
 import json
 import statistics

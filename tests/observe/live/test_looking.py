@@ -149,7 +149,7 @@ def test_no_run(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_recorders_alone_is_watched_too(tmp_path: Path) -> None:
-    """Of a program that minidist launch --flight has started."""
+    """The recorders are of a program that minidist launch --flight has started."""
     run = WatchedRun(tmp_path, log=False)
     now = Looking(tmp_path / "flight").look()
     assert (now.state, now.what) == (RUNNING, "step 20")

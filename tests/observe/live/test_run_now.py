@@ -1,4 +1,4 @@
-"""What the recorders say of a run: time, bytes, memory, power."""
+"""Test what the recorders say of a run: time, bytes, memory, power."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""What holds a run up now: watch names the rank or link that diagnose names, for the same cause,
-and since when."""
+"""Test what holds a run up now: watch names the rank or link that diagnose names, for the same
+cause, and since when."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""What diagnose finds, as the report shows it: with its evidence, and what a slow rank costs."""
+"""Test what diagnose finds, as the report shows it: with its evidence, and what a slow rank
+costs."""
 
 import re
 from pathlib import Path

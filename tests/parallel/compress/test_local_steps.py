@@ -207,8 +207,8 @@ def test_bytes_of_compressed_outer_gradients(size: int, name: str) -> None:
 def test_a_meeting_in_stretches(
     size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1,000 bytes instead of 4 MiB: the same sums, what a code loses apart; the bytes of each
-    stretch's formula."""
+    """Stretches have 1,000 bytes instead of 4 MiB: the same sums, except what a code loses; the
+    bytes of each stretch's formula."""
     whole = run(size, steps=6, sequences=8, **options)
     monkeypatch.setattr(outer_module, "STRETCH_BYTES", 1000)
     ranks = run(size, steps=6, sequences=8, **options)

@@ -1,5 +1,5 @@
-"""What every scheme owes: bytes by its formula, nothing lost, the same bits on all ranks, overflow
-seen everywhere."""
+"""Test what every scheme owes: bytes by its formula, nothing lost, the same bits on all ranks,
+overflow seen everywhere."""
 
 import math
 from collections.abc import Callable

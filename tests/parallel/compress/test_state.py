@@ -51,7 +51,7 @@ def total(ranks: list[Any]) -> dict[str, np.ndarray]:
 def changed(
     world: Any, before: dict[str, Any], after: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """What is owed before and after a change of the plan, and what the scheme counts."""
+    """Return what is owed before and after a change of the plan, and what the scheme counts."""
     trainer = make(world, {"compress": SCHEME, **before}, CHANGES, {})
     steps(trainer, 3)
     first = owed(trainer)

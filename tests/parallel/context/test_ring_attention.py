@@ -207,7 +207,9 @@ def test_wrong_number_of_tokens() -> None:
         ShapeError, match=r"rank \d of 2 has 5 tokens, but of a sequence of 9 it should have \d"
     ):
         md.run(job, size=2)
-    with pytest.raises(ShapeError, match="ring_attention: 3 query heads do not divide among 2"):
+    with pytest.raises(
+        ShapeError, match="ring_attention: 3 query heads cannot be divided equally among 2"
+    ):
         q = tensor(np.zeros((1, 3, 4, 4)))
         k = tensor(np.zeros((1, 2, 4, 4)))
         md.run(lambda world: ring_attention(q, k, k, group=world, length=4), size=1)

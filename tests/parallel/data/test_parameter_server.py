@@ -45,8 +45,8 @@ def new_model(changes: dict[str, Any], frozen: tuple[str, ...] = ()) -> GPT:
 def train(
     world: Any, servers: int, changes: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a rank holds after some steps; 0 servers is one process. Options: of the strategy, and
-    those named here.
+    """Return what a rank holds after some steps; 0 servers is one process. Options: of the
+    strategy, and those named here.
 
     slow: seconds that a rank sleeps before each of its first steps, or a function of the step that
     returns them.

@@ -95,7 +95,9 @@ def wandering(passes: Any, strategy: Any, device: Any, *rest: Any) -> Any:
 
 
 def test_what_cannot_be_is_one_line(two_gpus: None) -> None:
-    with pytest.raises(DeviceError, match="GPU 2: there are 2, counted from 0; name others"):
+    with pytest.raises(
+        DeviceError, match="GPU 2: this machine has 2, numbered from 0; choose another"
+    ):
         md.run(job, "0,2", size=1)
     for options, says in (
         ({"devices": "0,1"}, "each rank has one device"),

@@ -32,7 +32,7 @@ ITEM = 8
 def run(
     size: int, moe: dict[str, Any], changes: dict[str, Any], **options: Any
 ) -> list[dict[str, Any]]:
-    """What each of `size` threads holds after training."""
+    """Return what each of `size` threads holds after training."""
     return md.run(lambda world: train(world, moe, changes, **options), size=size)
 
 

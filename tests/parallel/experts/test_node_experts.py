@@ -26,8 +26,8 @@ SWAPPED = ((4, 2, 0, 1, 3), (1, 2, 3, 4, 0))
 
 
 def on_nodes(nodes: tuple[int, ...], moe: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    """What each rank holds after training, with the node of each, and what it sent to ranks of
-    other nodes."""
+    """Return what each rank holds after training, with the node of each, and what it sent to ranks
+    of other nodes."""
 
     def rank(world: Any) -> dict[str, Any]:
         world.nodes = nodes
@@ -45,7 +45,7 @@ def on_nodes(nodes: tuple[int, ...], moe: dict[str, Any], **options: Any) -> lis
 
 
 def in_one_process(moe: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """What one process holds after training."""
+    """Return what one process holds after training."""
     return md.run(lambda world: train(world, moe, {}, **options), size=1)[0]
 
 

@@ -1,4 +1,4 @@
-"""What ranks give a Trainer: compared on every plan; own sequences; batches that cannot be."""
+"""Test what ranks give a Trainer: compared on every plan; own sequences; batches that cannot be."""
 
 from typing import Any
 
@@ -86,7 +86,7 @@ def said(error: BaseException) -> str:
 
 
 def steps_with_another(world: Any, name: str, first: int, change: Any) -> str:
-    """What a rank says where one rank passes another batch from step `first` on."""
+    """Return what a rank says where one rank passes another batch from step `first` on."""
     trainer = trainer_of(world, name)
     try:
         for step in range(first + 2):  # with local steps two make a round
@@ -295,7 +295,8 @@ def test_one_process_has_all_sequences() -> None:
 
 
 def refusals(world: Any, name: str, given: Any) -> str:
-    """What a rank says of the own sequences that `given(trainer, rank)` makes; weights stay."""
+    """Return what a rank says of the own sequences that `given(trainer, rank)` makes; weights
+    stay."""
     trainer = trainer_of(world, name)
     before = trainer.state_dict() if not trainer.strategy.asynchronous else {}
     try:
@@ -318,7 +319,7 @@ def whole(trainer: Trainer, rank: int) -> Any:
         (
             "servers",
             whole,
-            "ConfigError: rank 2 is a parameter server, which reads no rows, and passes 4",
+            "ConfigError: rank 2 is a parameter server, which reads no rows, but it passes 4",
         ),
         (
             "asynchronous",
@@ -382,7 +383,7 @@ CANNOT_BE: dict[str, tuple[Any, type[MinidistError], str]] = {
         r"the batch has no sequence, its shape is \(0, 6\)",
     ),
     "no token": ((IDS[:, :0], IDS[:, :0]), ShapeError, r"have no token, their shape is \(4, 0\)"),
-    "no dim": ((IDS[0, 0], IDS[0, 0]), DtypeError, "inputs are int64, no array"),
+    "no dim": ((IDS[0, 0], IDS[0, 0]), DtypeError, "inputs are of type int64, not an array"),
     "an array without dims": (
         (IDS[0, 0, ...], IDS[0, 0, ...]),
         ShapeError,
@@ -394,7 +395,7 @@ CANNOT_BE: dict[str, tuple[Any, type[MinidistError], str]] = {
         r"inputs have shape \(6,\); pass \(sequences, tokens\)",
     ),
     "three dims": ((IDS[None], IDS[None]), ShapeError, r"inputs have shape \(1, 4, 6\)"),
-    "lists": ((IDS.tolist(), IDS.tolist()), DtypeError, "inputs are list, no array"),
+    "lists": ((IDS.tolist(), IDS.tolist()), DtypeError, "inputs are of type list, not an array"),
     "floats": ((IDS * 1.0, IDS), DtypeError, "inputs have dtype float64"),
     "bools": ((IDS > 0, IDS > 0), DtypeError, "inputs have dtype bool"),
     "texts": ((IDS, IDS.astype(str)), DtypeError, "targets have dtype <U21"),
@@ -405,9 +406,9 @@ CANNOT_BE: dict[str, tuple[Any, type[MinidistError], str]] = {
         ShapeError,
         "sequences of 12 tokens are longer than the context",
     ),
-    "an array": (IDS, ShapeError, r"a batch is a pair \(inputs, targets\), and ndarray came"),
-    "nothing": (None, ShapeError, "and NoneType came"),
-    "three parts": ((IDS, IDS, IDS), ShapeError, "and tuple of 3 came"),
+    "an array": (IDS, ShapeError, r"a batch is a pair \(inputs, targets\), but got ndarray"),
+    "nothing": (None, ShapeError, "but got NoneType"),
+    "three parts": ((IDS, IDS, IDS), ShapeError, "but got tuple of 3"),
 }
 
 

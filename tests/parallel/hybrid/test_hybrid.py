@@ -19,8 +19,8 @@ from minidist.parallel.hybrid.hybrid import AXES, Mesh, Plan, Trainer
 
 
 def test_each_chapter_keeps_to_itself() -> None:
-    """Of each other's modules chapters import the cutting of passes and the lists of a pipeline;
-    hybrid composes."""
+    """Chapters import of each other's modules only the cutting of passes and the lists of a
+    pipeline; hybrid composes."""
     shared = {"accumulation", "schedules"}
     composing = ("hybrid", "plan", "mesh")
     for file in Path(parallel.__path__[0]).glob("*.py"):

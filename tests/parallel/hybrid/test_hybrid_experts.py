@@ -26,7 +26,7 @@ LOSS: dict[str, Any] = {"experts": 4, "capacity": 0.9, "noise": 0.1, "balance_we
 
 
 def model(mixture: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """What a tiny mixture has that a tiny GPT has not, in what can travel to ranks of a new
+    """Return what a tiny mixture has that a tiny GPT has not, in what can travel to ranks of a new
     mpirun."""
     return {**MOST, "layers": 2, "mixture": mixture, **changes}
 

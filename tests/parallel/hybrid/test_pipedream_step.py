@@ -29,7 +29,7 @@ CONFIG = {"layers": 4, "heads": 4}
 def train(
     world: Any, options: dict[str, Any], sequences: int, changes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a rank holds and recorded after some steps."""
+    """Return what a rank holds and recorded after some steps."""
     config = tiny(**{**CONFIG, **(changes or {})})
     # Adam's step has the same size whatever rounding makes of it
     optimizer = "sgd" if changes else "adamw"

@@ -79,7 +79,7 @@ def test_the_knapsack_is_the_best_of_all_choices(
 def train(
     plan: dict[str, Any], *, steps: int = MEASURED + 2, config: Any = CONFIG
 ) -> list[dict[str, Any]]:
-    """What each rank of a plan holds after some steps."""
+    """Return what each rank of a plan holds after some steps."""
 
     def rank(world: Any) -> dict[str, Any]:
         trainer = Trainer(Plan(**plan), config, world, lr=1e-2, seed=3)

@@ -18,7 +18,7 @@ from minidist.parallel.memory.activations import checkpoint_blocks, chosen, pass
 
 
 def train(size: int, **options: Any) -> list[dict[str, Any]]:
-    """What each rank of a job of threads holds after training."""
+    """Return what each rank of a job of threads holds after training."""
     return md.run(lambda world: train_rank(world, **options), size=size)
 
 

@@ -34,7 +34,7 @@ CONFIG = tiny(layers=3, dropout=0.1)
 def train(
     plan: dict[str, Any], *, steps: int = 2, sequences: int = 5, config: Any = CONFIG
 ) -> list[dict[str, Any]]:
-    """What each rank of a plan holds after some steps."""
+    """Return what each rank of a plan holds after some steps."""
 
     def rank(world: Any) -> dict[str, Any]:
         trainer = Trainer(Plan(**plan), config, world, lr=1e-2, seed=3)

@@ -55,7 +55,8 @@ def job(
     sequences: int = 5,
     **options: Any,
 ) -> dict[str, Any]:
-    """What a rank holds and moved after `steps` steps of a plan; its optimizer's state too."""
+    """Return what a rank holds and moved after `steps` steps of a plan; its optimizer's state
+    too."""
     config = tiny(**(changes or {}))
     with account.use(MemoryAccount()) as memory:
         options = {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
@@ -143,7 +144,8 @@ def check_any(
 
 @pytest.mark.parametrize("home", HOMES[1:], ids=str)
 def test_accumulated_in_half_precision(home: dict[str, Any]) -> None:
-    """What the draws below may miss: each home adds up several passes, and rounds its masters."""
+    """Cover what the draws below may miss: each home adds up several passes, and rounds its
+    masters."""
     check_any(2, home, 5, {"accumulate": 2, "precision": "bf16"}, {}, {})
 
 

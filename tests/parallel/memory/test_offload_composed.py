@@ -188,7 +188,7 @@ DEEP = {"width": 16, "heads": 4, "vocabulary": 16, "context": 8, "dtype": "float
 def held(
     world: Any, plan: dict[str, Any], limit: int | None = None, layers: int = 8
 ) -> dict[str, Any]:
-    """What a rank of a deep model holds, and its digest."""
+    """Return what a rank of a deep model holds, and its digest."""
     config = tiny(**DEEP, layers=layers)
     with account.use(MemoryAccount()) as memory:
         trainer = Trainer(Plan(**plan, device_memory=limit), config, world, lr=1e-2, seed=3)

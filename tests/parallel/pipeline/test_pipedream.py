@@ -27,7 +27,7 @@ CONFIG = {"layers": 4}
 
 
 def run_stages(world: Any, microbatches: int, name: str = "1f1b") -> dict[str, Any]:
-    """What a rank holds and recorded after some steps."""
+    """Return what a rank holds and recorded after some steps."""
     config = tiny(**CONFIG)
     strategy = PipeDream(GPT(config), world, make_schedule(name, world.size, microbatches), seed=3)
     optimizer = AdamW(strategy.parameters, 1e-2)
@@ -102,7 +102,7 @@ def test_the_same_bits_on_every_transport(transport: str) -> None:
 
 @cache
 def four_stages() -> list[dict[str, Any]]:
-    """What four stages hold after steps of nine microbatches."""
+    """Return what four stages hold after steps of nine microbatches."""
     return md.run(run_stages, 9, size=4)
 
 

@@ -264,8 +264,8 @@ def in_half_precision(world: Any, name: str, dtype: str, scale: float) -> dict[s
 @pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 2.0**22)])
 def test_half_precision(dtype: str, scale: float) -> None:
-    """As near to one process as rounding lets it be; all stages skip a step together where one
-    overflows."""
+    """The result is as near to one process as rounding lets it be; all stages skip a step together
+    where one overflows."""
     alone = md.run(in_half_precision, "single", dtype, scale, size=1)[0]
     ranks = md.run(in_half_precision, "zb-h1", dtype, scale, size=3)
     assert {rank["skipped"] for rank in ranks} == {alone["skipped"]} and (alone["skipped"] > 0) == (
@@ -617,8 +617,8 @@ def test_activations_travel_while_the_next_microbatch_is_computed(
 def test_the_measured_bubble_is_the_formulas(
     name: str, formula: Any, p: int, m: int, transport: str
 ) -> None:
-    """Of the formulas the nearest two, interleaved and zb-h1 of p = 4, m = 8, are more than twice
-    the bound apart."""
+    """The nearest two formulas, interleaved and zb-h1 of p = 4, m = 8, are more than twice the
+    bound apart."""
     ideal = formula(p, m)
     nearest = nearest_bubble(
         make_schedule(name, p, m), ideal, unit=0.04, bound=0.02, transport=transport

@@ -296,7 +296,7 @@ def test_the_deadlock_is_named_by_the_clock_too() -> None:
     name=st.sampled_from([*ORDERS]),
 )
 def test_nothing_can_be_left_out(any_place: int, ranks: int, microbatches: int, name: str) -> None:
-    """Of whatever schedule, whichever instruction."""
+    """Leave out any instruction of any schedule."""
     right = make_schedule(name, ranks, microbatches)
     rank = any_place % ranks
     mine = [*right.lists[rank]]

@@ -39,7 +39,7 @@ def job(
     optimizer: str = "adamw",
     **options: Any,
 ) -> dict[str, Any]:
-    """What a rank holds after `steps` steps."""
+    """Return what a rank holds after `steps` steps."""
     trainer = Trainer(
         Plan(dp=world.size, zero=zero, precision=precision, bucket_bytes=SMALL_BUCKETS),
         CONFIG,

@@ -303,7 +303,7 @@ def refusal(
     changes: dict[str, Any],
     options: dict[str, Any],
 ) -> str:
-    """What a rank is told by save or load."""
+    """Return what a rank is told by save or load."""
     trainer = make(world, plan, changes, options)
     try:
         getattr(trainer, call)(folder)

@@ -64,7 +64,7 @@ def read_everything(folder: Path) -> str:
 
 
 def place_of(shards: list[dict[str, Any]], file: str, at: int) -> str:
-    """What the message names for byte `at` of a file."""
+    """Return what the message names for byte `at` of a file."""
     if file == MANIFEST:
         return MANIFEST
     for shard in shards:

@@ -56,7 +56,7 @@ def test_a_changed_byte_is_seen(tmp_path: Path) -> None:
 
 
 def test_reading_makes_no_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That took 19 of 22 ms, on each rank that goes on from a checkpoint."""
+    """JSON took 19 of 22 ms, on each rank that continues from a checkpoint."""
     write_manifest(tmp_path, {"text": "é"}, [])
     monkeypatch.setattr(
         json, "dumps", lambda *_, **__: pytest.fail("it compares with a text of its own")

@@ -385,7 +385,7 @@ def test_a_save_sends_nothing_in_the_phase_of_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_training_stands_still_for_one_copy_and_a_half_at_most(tmp_path: Path) -> None:
-    """Of its own processor time; on a busy machine the clock says nothing."""
+    """The time is its own processor time; on a busy machine the clock says nothing."""
 
     def job(world: Any) -> tuple[float, float]:
         trainer = Trainer(

@@ -139,7 +139,7 @@ def goes_on(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What the ranks of the run hold in which no save failed."""
+    """Return what the ranks of the run hold in which no save failed."""
     return md.run(
         saved, str(tmp_path_factory.mktemp("undisturbed") / "a"), PLAN, CHANGES, {}, 4, size=2
     )

@@ -339,7 +339,7 @@ def test_cross_entropy_of_slices(size: int) -> None:
         loss.backward()
         np.testing.assert_allclose(x.grad, whole.grad[..., own], atol=1e-15)
         with pytest.raises(
-            ShapeError, match=r"targets 0\.\.11 outside the vocabulary, which allows 0\.\.10"
+            ShapeError, match=r"targets 0\.\.11 are outside the vocabulary, which has 0\.\.10"
         ):
             collectives.split_cross_entropy(
                 x, targets % 2 * 11, first=own.start, vocabulary=11, group=world

@@ -16,7 +16,7 @@ from minidist.parallel.zero.zero2 import Zero2
 
 
 def under_way(strategy: Any) -> int:
-    """How many runs are still to be waited for."""
+    """Return how many runs are still to be waited for."""
     return sum(parameter.arrival is not None for parameter in strategy.model.parameters())
 
 

@@ -1,4 +1,5 @@
-"""What all ZeRO stages must bear: float32, whose rounding shows, and a call of one rank alone."""
+"""Test what all ZeRO stages must bear: float32, whose rounding shows, and a call of one rank
+alone."""
 
 import re
 from typing import Any

@@ -96,8 +96,8 @@ FOLDERS = ("/proc", "/sys", "/dev/shm")
 
 
 def _is_hidden(path: object) -> bool:
-    """Whether a path is of Linux alone, and no library that is built otherwise on macOS asks for
-    it."""
+    """Return whether a path is of Linux alone, and no library that is built otherwise on macOS asks
+    for it."""
     with contextlib.suppress(TypeError):
         name = os.fsdecode(path)  # type: ignore[arg-type]
         if not any(name == folder or name.startswith(folder + "/") for folder in FOLDERS):

@@ -74,7 +74,7 @@ def run_on_gpus(fn, *args, size, one_gpu=False, limit=20.0):
 
 
 def soon(condition):
-    """Whether it comes true within five seconds."""
+    """Return whether it comes true within five seconds."""
     deadline = time.monotonic() + 15
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -63,7 +63,7 @@ def test_loopback_is_a_link_to_oneself():
 
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_who_carries_a_message_out_for_another_thread_keeps_nothing_of_it(unbuffered):
-    """As a group's worker, that goes on to wait for its own."""
+    """A group's worker carries it out, and then continues to wait for its own."""
     a, b = connect(2, limit=20.0, unbuffered=unbuffered)
     mine = np.zeros(1)
     x = np.ones(4)

@@ -1,5 +1,5 @@
-"""What a stream transport does beyond the conformance suite: early messages, lost and lying peers,
-nobody waiting."""
+"""Test what a stream transport does beyond the conformance suite: early messages, lost and lying
+peers, nobody waiting."""
 
 import gc
 import os
