@@ -9,6 +9,9 @@ user's script is started as Python itself starts it.
 import sys
 
 _WITHOUT_FOLDER = "import sys; sys.path[0] or sys.path.pop(0); "  # "" is the current folder
+_SAFE_PATH = ("-P",) if sys.version_info >= (3, 13) else ()
+"""From Python 3.13 on, `python -c` imports linecache before the code runs."""
+
 _MODULE = (
     'from runpy import run_module; __name__ = "minidist"; run_module("{}", '
     'run_name="__main__", alter_sys=True)'
@@ -22,7 +25,7 @@ def code_command(code: str, *words: str, options: tuple[str, ...] = ()) -> list[
 
     Args: options: of Python, such as "-W", "ignore".
     """
-    return [sys.executable, *options, "-c", _WITHOUT_FOLDER + code, *words]
+    return [sys.executable, *_SAFE_PATH, *options, "-c", _WITHOUT_FOLDER + code, *words]
 
 
 def module_command(module: str, *words: str) -> list[str]:

@@ -1,5 +1,6 @@
 """docs/reference/api.md: signatures and docstrings of the public names."""
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,12 +24,20 @@ def api_page() -> str:
         "of a collective its exact cost. A test asserts each cost.",
     )
     for name in FUNCTIONS:
-        lines += _part("##", f"md.{name}", getattr(minidist, name))
+        lines += _part("##", f"md.{name}", _function(name))
     for cls in CLASSES:
         lines += _class(cls)
     lines += ["", "## minidist.nn.GPTConfig", *block(_doc(GPTConfig))]
     lines += ["", "## md.errors", "", "Every exception, as one tree: [errors](errors.md)."]
     return page(lines)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """Return a public function from its home: md.simulate may also be the package of its name,
+    depending on what was imported before."""
+    home = importlib.import_module(minidist._HOMES[name])
+    found: Callable[..., Any] = getattr(home, name)
+    return found
 
 
 def _class(cls: type) -> Iterator[str]:

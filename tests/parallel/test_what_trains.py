@@ -50,6 +50,17 @@ TAUGHT: dict[str, list[Case]] = {
 block; 22 to 26 are not strategies."""
 
 
+def qualified(frame: FrameType) -> str:
+    """Return the class and name of a frame's function; Python 3.10 does not keep the class."""
+    code = frame.f_code
+    if sys.version_info >= (3, 11):
+        return code.co_qualname
+    for cls in type(frame.f_locals.get("self")).__mro__:
+        if getattr(vars(cls).get(code.co_name), "__code__", None) is code:
+            return cls.__name__
+    return code.co_name
+
+
 def entered(plan: dict[str, Any], changes: dict[str, Any]) -> set[tuple[str, str]]:
     """(module, class) of the methods that rank 0's second step enters, in its own thread."""
 
@@ -63,7 +74,7 @@ def entered(plan: dict[str, Any], changes: dict[str, Any]) -> set[tuple[str, str
         def look(frame: FrameType, event: str, _: Any) -> None:
             path = Path(frame.f_code.co_filename)
             if event == "call" and path.is_relative_to(PACKAGE):
-                name = frame.f_code.co_qualname.split(".")[0]
+                name = qualified(frame).split(".")[0]
                 seen.add((f"minidist/{path.relative_to(PACKAGE).as_posix()}", name))
 
         sys.setprofile(look)

@@ -1,6 +1,7 @@
 """A plan: the axes along which a job is cut, and the way its gradients are sent. Rules for options
 together: plan_checks.py."""
 
+import inspect
 import math
 from dataclasses import dataclass, fields
 from typing import Any
@@ -408,4 +409,4 @@ class Plan:
 
 
 # help(minidist.Plan) and the command line have the same words
-Plan.__doc__ = str(Plan.__doc__).replace("    Raises:", f"{described(Plan)}\n    Raises:")
+Plan.__doc__ = inspect.cleandoc(str(Plan.__doc__)).replace("Raises:", f"{described(Plan)}\nRaises:")

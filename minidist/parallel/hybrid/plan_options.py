@@ -55,7 +55,7 @@ def described(plan: Any) -> str:
         lines += textwrap.wrap(
             f"{name}: {text.replace('{', '').replace('}', '')}",
             WIDTH,
-            initial_indent=" " * 16,
-            subsequent_indent=" " * 20,
+            initial_indent=" " * 12,
+            subsequent_indent=" " * 16,
         )
     return "\n".join(lines)
