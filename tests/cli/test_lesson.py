@@ -192,7 +192,7 @@ def test_copies_an_exercise_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["03_wrong"], "no lesson '03_wrong'"),
         (["03", "-n", "0"], "at least 1"),
         (["03", "--copy", "/proc/nowhere"], "cannot write"),
-        (["03", "--figure", "--out", "/proc/nowhere"], "not a folder"),
+        (["03", "--figure", "--out", "/proc/nowhere"], "cannot be made as a folder"),
         (["03", "--break", "send-frist"], "lesson 03 has no --break 'send-frist'; choose one of"),
     ],
 )

@@ -47,13 +47,16 @@ def test_a_list_of_cores(text: str, chosen: list[int]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("4-8", "'4-8' names core 6; of this machine, this process may use cores 0-5,8"),
-        ("x", "'x' is no list of cores; write 0-1 or 0,2, of cores 0-5,8"),
-        ("3-1", "is no list of cores"),
-        ("", "is no list of cores"),
-        ("0,", "is no list of cores"),
-        ("-1", "is no list of cores"),
-        ("1-", "is no list of"),
+        ("4-8", "'4-8' names core 6, but this process may use only cores 0-5,8"),
+        (
+            "x",
+            "'x' is not a list of cores; write it as 0-1 or 0,2; this process may use cores 0-5,8",
+        ),
+        ("3-1", "is not a list of cores"),
+        ("", "is not a list of cores"),
+        ("0,", "is not a list of cores"),
+        ("-1", "is not a list of cores"),
+        ("1-", "is not a list of"),
     ],
 )
 @pytest.mark.usefixtures("eight")

@@ -151,7 +151,7 @@ def test_bytes_moved_and_errors():
     assert to_experts(x, empty).shape == (0, 64)
     assert not from_experts(rows[:0], None, empty).any()
     assert [part.size for part in from_experts_gradient(x, rows[:0], weights[:0], empty)] == [0, 0]
-    with pytest.raises(ShapeError, match="one shape"):
+    with pytest.raises(ShapeError, match="the same shape"):
         place_rows(chosen, kept[:2], experts=4)
     with pytest.raises(ShapeError, match=r"the placement needs \(32, width\)"):
         to_experts(x[1:], placement)

@@ -352,7 +352,7 @@ def test_a_table_that_a_story_counts_is_at_that_place(
         (
             "04",
             "5  One-sided",
-            "Under `mpirun` section 5 of the lesson puts a **one-sided** message",
+            "Under `mpirun` section 5 of the lesson compares a **one-sided** message",
         ),
         ("04", "6  Several spines", "Section 6 of the lesson takes 16 machines"),
         ("04", "7  Where ranks lie", "bytes from machine to machine (section 7 of the lesson)"),

@@ -474,7 +474,7 @@ def test_a_file_of_several_that_is_gone_or_no_file_or_has_more(tmp_path: Path) -
     second = tmp_path / SECOND
     held = load_file(second)
     second.write_bytes(second.read_bytes()[:-1])
-    with pytest.raises(DataError, match=f"{SECOND}: .* is not whole"):
+    with pytest.raises(DataError, match=f"{SECOND}: .* is incomplete"):
         Published(index)
     save_file({**held, "model.more": np.ones(1)}, second)
     with pytest.raises(DataError, match="holds 'model.more', and the index does not say so"):

@@ -277,7 +277,7 @@ def test_a_text_is_learned_through_a_tokenizer(
         ("--verify", "--verify: the run of one process begins with drawn weights"),
         ("--data python", "give its tokenizer with --tokenizer tokenizer.json, or a .npy file"),
         ("--from none.safetensors", "none.safetensors: No such file or directory"),
-        ("--from ids.npy", "ids.npy: is no safetensors file"),
+        ("--from ids.npy", "ids.npy: is not a safetensors file"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(
