@@ -20,7 +20,7 @@ MOST = 12  # places of a word
 
 @dataclass(frozen=True)
 class Passage:
-    """A place that answers a question.
+    """A section of the notes or of a lesson.
 
     Attributes: where: lines of the notes, as "N2:381-401", or a lesson's section, as "11, 3.2";
                 title: of the section; lessons: their numbers, the first teaches it.
@@ -44,7 +44,7 @@ def find_places(question: str) -> list[Passage]:
 
 
 def _sections() -> Iterator[Passage]:
-    """Yield the sections of the notes that have a lesson."""
+    """Yield every section of the notes."""
     text = Path(__file__).with_name("NOTES.md").read_text(encoding="utf-8")
     for document, first, last, title, lessons in _ROW.findall(text):
         yield Passage(f"{document}:{first}-{last}", title, tuple(re.findall(r"\d\d", lessons)))

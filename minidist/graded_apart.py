@@ -4,10 +4,12 @@ the student's code: code that exits, prints "passed" or changes the grader gets 
     grade_apart("03", check_file, exercise_file)    # as grading.grade; also what the code printed
 """
 
+import io
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,10 +24,21 @@ MOST_PRINTED = 1 << 16  # characters of what a student's code printed
 
 
 class GradedApart(NamedTuple):
-    """A grade, and what the code printed while it was graded."""
+    """A grade, and the first MOST_PRINTED characters that the code printed while it was graded."""
 
     grade: Grade
     printed: str
+
+
+class FirstPrints(io.TextIOBase):
+    """A stdout that keeps the first MOST_PRINTED characters and drops the others."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text[: MOST_PRINTED - len(self.text)]
+        return len(text)
 
 
 def grade_apart(
@@ -40,34 +53,29 @@ def grade_apart(
     with tempfile.TemporaryDirectory(prefix="minidist-check-") as folder:
         report = Path(folder) / "grade.json"
         words = (number, str(check_file), str(exercise_file), str(report))
-        with subprocess.Popen(
-            module_command("minidist.graded_apart", *words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process:
-            try:
-                printed, _ = process.communicate(timeout=limit)
-            except BaseException as error:
-                process.kill()
-                printed, _ = process.communicate()
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-                ended = f"no end within {limit:g} s", "it never ends", "look for an endless loop"
-                return GradedApart(_no_grade(number, exercise_file, *ended), printed[:MOST_PRINTED])
         try:
-            found = msgspec.json.decode(read_regular(report, most=MOST_SOURCE), type=Grade)
+            done = subprocess.run(
+                module_command("minidist.graded_apart", *words),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                timeout=limit,
+            )
+        except subprocess.TimeoutExpired:
+            met = f"no end within {limit:g} s"
+            return _no_grade(
+                number, exercise_file, met, "it never ends", "look for an endless loop"
+            )
+        try:
+            return msgspec.json.decode(read_regular(report, most=MOST_SOURCE), type=GradedApart)
         except (OSError, msgspec.MsgspecError):
-            ended = _end_of(process.returncode), "it ended the process", "let your functions return"
-            found = _no_grade(number, exercise_file, *ended)
-        return GradedApart(found, printed[:MOST_PRINTED])
+            met = _end_of(done.returncode)
+            advice = "let your functions return"
+            return _no_grade(number, exercise_file, met, "it ended the process", advice)
 
 
-def _no_grade(number: str, exercise_file: Path, met: str, mistake: str, advice: str) -> Grade:
+def _no_grade(number: str, exercise_file: Path, met: str, mistake: str, advice: str) -> GradedApart:
     result = Result("your code", False, "an end of every task", met, mistake, advice)
-    return Grade(number, str(exercise_file), (result,))
+    return GradedApart(Grade(number, str(exercise_file), (result,)), "")
 
 
 def _end_of(status: int) -> str:
@@ -78,8 +86,9 @@ def _end_of(status: int) -> str:
 
 
 def _main(number: str, check_file: str, exercise_file: str, report: str) -> None:
-    found = grade(number, Path(check_file), Path(exercise_file))
-    Path(report).write_bytes(msgspec.json.encode(found))
+    with redirect_stdout(FirstPrints()) as kept:
+        found = grade(number, Path(check_file), Path(exercise_file))
+    Path(report).write_bytes(msgspec.json.encode(GradedApart(found, kept.text)))
 
 
 if __name__ == "__main__":

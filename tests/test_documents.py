@@ -159,7 +159,7 @@ def parse(text: str) -> None:
         assert name in COMMANDS, one
         special = {"train": "cli.train.command", "bench": "bench.command"}
         module = importlib.import_module(f"minidist.{special.get(name, f'cli.{name}')}")
-        _parser(name, module).parse_args(words)
+        _parser({name: module}).parse_args(words)
 
 
 @pytest.mark.parametrize("name", WITH_PARTS)

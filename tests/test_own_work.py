@@ -10,7 +10,7 @@ from filling import fill, right
 
 from minidist import lessons
 from minidist.cli import main
-from minidist.graded_apart import grade_apart
+from minidist.graded_apart import MOST_PRINTED, grade_apart
 from minidist.grading import grade, load_module
 from minidist.own_work import borrowed
 
@@ -96,6 +96,13 @@ def test_a_right_answer_passes_and_what_it_prints_stands_above(
     assert status == 0 and found["passed"]
     assert {result["mistake"] for result in found["results"]} == {""}
     assert capsys.readouterr().out.startswith("your code printed:\npassed: all 99 tasks\n\n")
+
+
+def test_of_endless_prints_the_first_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(filled_ring("for _ in range(3_000): print('x' * 99)"))
+    found, printed = grade_apart("03", RING.part("check.py"), file)
+    assert found.passed and len(printed) == MOST_PRINTED
 
 
 @pytest.mark.parametrize(

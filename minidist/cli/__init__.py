@@ -12,7 +12,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
 
@@ -93,22 +93,18 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
     understood = False
     try:
         with interrupts_wait():
-            module = (
-                importlib.import_module(MODULES.get(command, f"minidist.cli.{command}"))
-                if command
-                else None
-            )
-            parser = _parser(command, module)
+            modules = {command: _module(command)} if command else {}
+            parser = _parser(modules)
         args = parser.parse_args(words)
         # bench: `minidist bench step`
         prefix = f"{prefix} {vars(args).get('what', '')}".rstrip()
         understood = True
-        if module is None:
+        if command is None:
             parser.print_help()
             if not words:
                 print(BEGIN)
             return 0
-        return int(module.run(args))
+        return int(modules[command].run(args))
     except (ConfigError, KeyboardInterrupt, OSError, MemoryError) as error:
         refused = (str(error), 2) if isinstance(error, ConfigError) else refusal(error)
         if refused is None and not isinstance(error, KeyboardInterrupt):
@@ -126,10 +122,10 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
         return status
 
 
-def _parser(command: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
-    """Return the parser of `minidist`.
+def _parser(modules: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
+    """Return the parser of `minidist`, with the options of the commands in `modules`.
 
-    Only the requested command gets its options; no other module is loaded.
+    The command line loads only the requested command's module.
     """
     from minidist import __version__
     from minidist.console import Parser
@@ -143,19 +139,23 @@ def _parser(command: str | None, module: ModuleType | None) -> argparse.Argument
     parser.add_argument("--version", action="version", version=f"minidist {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, what in COMMANDS.items():
-        if module is not None and name == command:
-            story = (module.__doc__ or what).split("\n\n")[0]
-            module.add_arguments(commands.add_parser(name, help=what, description=story))
+        if name in modules:
+            story = (modules[name].__doc__ or what).split("\n\n")[0]
+            modules[name].add_arguments(commands.add_parser(name, help=what, description=story))
         else:
             commands.add_parser(name, help=what)
     return parser
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(MODULES.get(command, f"minidist.cli.{command}"))
 
 
 def parser_for(command: str) -> argparse.ArgumentParser:
     """Return the parser of one command alone, with its options and description."""
     from minidist.console import Parser
 
-    module = importlib.import_module(MODULES.get(command, f"minidist.cli.{command}"))
+    module = _module(command)
     story = (module.__doc__ or COMMANDS[command]).split("\n\n")[0]
     parser = Parser(prog=f"minidist {command}", description=story)
     module.add_arguments(parser)
@@ -164,14 +164,7 @@ def parser_for(command: str) -> argparse.ArgumentParser:
 
 def full_parser() -> argparse.ArgumentParser:
     """Return the parser of `minidist` with the options of every command."""
-    from minidist.console import Parser
-
-    parser = Parser(prog="minidist")
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
-    for name, what in COMMANDS.items():
-        module = importlib.import_module(MODULES.get(name, f"minidist.cli.{name}"))
-        module.add_arguments(commands.add_parser(name, help=what))
-    return parser
+    return _parser({command: _module(command) for command in COMMANDS})
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:

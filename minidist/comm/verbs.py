@@ -125,38 +125,36 @@ def reduced(
 ) -> Call:
     """Return the call of a reduce or all_reduce; without a root every rank gets the result."""
     has_result = root is None or root == group.rank
-    prepared, place, array, result = _ready(
-        group, verb, x, out if has_result else None, algorithm, op, root
-    )
-    if result.out is not None:
-        array = apart(array, result.target)
+    ready = _ready(group, verb, x, out if has_result else None, algorithm, op, root)
+    result = ready.result
+    array = ready.array if result.out is None else apart(ready.array, result.target)
     total = result.array(array.shape, array.dtype) if has_result else None
     if array.ndim != 1:
         array = array.reshape(-1)
         total = None if total is None else total.reshape(-1)
     return Call(
         group,
-        prepared,
-        partial(prepared.function, x=array, out=total),
+        ready.prepared,
+        partial(ready.prepared.function, x=array, out=total),
         result.deliver if has_result else _nothing,
-        device=place.device,
-        side=place.side,
+        device=ready.place.device,
+        side=ready.place.side,
     )
 
 
 def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
     """Return the call of a reduce_scatter: its result is chunk `rank` of all_reduce's result."""
-    prepared, place, array, result = _ready(group, "reduce_scatter", x, out, algorithm, op)
-    flat = array if array.ndim == 1 else array.reshape(-1)
+    ready = _ready(group, "reduce_scatter", x, out, algorithm, op)
+    flat = ready.array if ready.array.ndim == 1 else ready.array.reshape(-1)
     mine = split(flat, group.size)[group.rank]
-    chunk = result.array(mine.shape, array.dtype)
+    chunk = ready.result.array(mine.shape, flat.dtype)
     return Call(
         group,
-        prepared,
-        partial(prepared.function, x=apart(flat, result.target, mine), out=chunk),
-        result.deliver,
-        device=place.device,
-        side=place.side,
+        ready.prepared,
+        partial(ready.prepared.function, x=apart(flat, ready.result.target, mine), out=chunk),
+        ready.result.deliver,
+        device=ready.place.device,
+        side=ready.place.side,
     )
 
 
@@ -165,23 +163,22 @@ def gathered(
 ) -> Call:
     """Return the call of a gather or all_gather; without a root every rank gets the result."""
     has_result = root is None or root == group.rank
-    prepared, place, array, result = _ready(
-        group, verb, x, out if has_result else None, algorithm, root=root
-    )
-    own = array if array.ndim else array.reshape(1)  # a number is one row
+    ready = _ready(group, verb, x, out if has_result else None, algorithm, root=root)
+    result = ready.result
+    own = ready.array if ready.array.ndim else ready.array.reshape(1)  # a number is one row
 
     def work(call: Call) -> None:
         rows = Rows(result, own, call.size) if has_result else None
         block = own if rows is None else rows.put_own(call.rank)
-        prepared.function(call, own=block, rows=rows)
+        ready.prepared.function(call, own=block, rows=rows)
 
     return Call(
         group,
-        prepared,
+        ready.prepared,
         work,
         result.deliver if has_result else _nothing,
-        device=place.device,
-        side=place.side,
+        device=ready.place.device,
+        side=ready.place.side,
     )
 
 

@@ -45,7 +45,7 @@ class PreparedCalls(dict[Hashable, PreparedCall]):
     """The prepared calls of one group, at most _MOST."""
 
     def keep(self, key: Hashable, prepared: PreparedCall) -> None:
-        """Add a prepared call. A program that has made so many different calls begins again."""
+        """Add a prepared call. If the group already keeps _MOST calls, remove all of them first."""
         if len(self) >= _MOST:
             self.clear()
         self[key] = prepared
