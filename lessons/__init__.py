@@ -46,12 +46,12 @@ AFTER = {
     "15": "14",
     "16": "15",
     "17": "11 12 16",
-    "18": "07",
+    "18": "07 12",
     "19": "00",
     "20": "16",
     "21": "07 09",
     "22": "12",
-    "23": "07 16",
+    "23": "07 16 25",
     "24": "17",
     "25": "07",
     "26": "17",
@@ -99,6 +99,18 @@ def every_lesson() -> list[Lesson]:
     """Return all lessons in order of their numbers."""
     folders = sorted(path for path in FOLDER.iterdir() if re.fullmatch(r"\d\d_\w+", path.name))
     return [_read(folder) for folder in folders if all((folder / part).is_file() for part in PARTS)]
+
+
+def in_order() -> list[Lesson]:
+    """Return all lessons, each behind those that it builds on; otherwise in order of numbers."""
+    left = every_lesson()
+    found = list[Lesson]()
+    while left:
+        numbers = {lesson.number for lesson in left}
+        following = next(lesson for lesson in left if not numbers & set(lesson.after))
+        found.append(following)
+        left.remove(following)
+    return found
 
 
 def find(number: str) -> Lesson:

@@ -266,3 +266,40 @@ def _swapped(old: Any, swaps: Mapping[int, Nodes]) -> list[Any]:
 def _words(nodes: Nodes) -> list[str]:
     """Return code in a form to compare, without places and spaces."""
     return [ast.dump(node.value if isinstance(node, ast.Expr) else node) for node in nodes]
+
+
+def blank(source: str) -> str:
+    """Return an exercise with only the heads of the functions that have holes: signature, docstring,
+    and the tasks of their holes as comments."""
+    lines = source.splitlines()
+    outer = _outermost(ast.parse(source))
+    for part in sorted(outer, key=lambda part: -part.lineno):
+        doc = part.body[0]
+        has_doc = ast.get_docstring(part) is not None
+        first = (doc.end_lineno if has_doc else part.body[0].lineno - 1) or 0
+        space = " " * part.body[0].col_offset
+        asked = tasks(part)
+        body = [
+            line
+            for number, task in asked.items()
+            for line in textwrap.wrap(
+                f"{number} {task}",
+                100,
+                initial_indent=f"{space}# ",
+                subsequent_indent=f"{space}#   ",
+            )
+        ]
+        body.append(f'{space}return hole({min(asked)}, "write {part.name}")')
+        lines[first : part.end_lineno] = body
+    return "\n".join(lines) + "\n"
+
+
+def _outermost(tree: ast.AST) -> list[ast.FunctionDef]:
+    """Return the functions and methods that have holes, without those inside them."""
+    found = list[ast.FunctionDef]()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            found += [node] if _holes(node) else []
+        else:
+            found += _outermost(node)
+    return found

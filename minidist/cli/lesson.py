@@ -4,9 +4,9 @@ exercise."""
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from rich.console import Console
@@ -20,11 +20,14 @@ from minidist.cli.story import Story, fit_words, for_terminal
 from minidist.console import fail, folder_to_write, rank_count, require_memory, shown, write_json
 from minidist.files import DISK_FAILED, check_writable, whole
 from minidist.grading import load_module
+from minidist.holes import blank
 from minidist.lessons import Lesson
 from minidist.lessons.finding import find_places
 from minidist.lessons.page import page_console
 from minidist.progress import LINES_EVERY, progress
 from minidist.reading import visible
+
+LEVELS = ("holes", "blank")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--copy", metavar="DIR", help="copy the exercise to DIR, to work on it there")
     parser.add_argument(
+        "--level",
+        choices=LEVELS,
+        help="with --copy: holes leaves the code around each hole (the default), blank only the head "
+        "of each function",
+    )
+    parser.add_argument(
         "--out",
         metavar="DIR",
         help="where --figure writes, a folder that is made if need be (default: figures/NN_name)",
@@ -75,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         return _find(args.lesson)
     lesson = lessons.find(args.lesson)
     if args.copy:
-        return _copy(lesson, Path(args.copy))
+        return _copy(lesson, Path(args.copy), is_blank=args.level == "blank")
     if args.figure:
         return _figure(lesson, args.out)
     if args.broken:
@@ -96,6 +105,8 @@ def _check_fit(args: argparse.Namespace) -> None:
         fail(f"{given[0]} needs the number of a lesson, e.g. minidist lesson 03 {given[0]}")
     if args.out is not None and not args.figure:
         fail("--out goes with --figure: it says where the figure is written")
+    if args.level is not None and not args.copy:
+        fail("--level goes with --copy: it says how much of the exercise is copied")
     if args.json is not None and given and given != ["-n"]:
         fail(
             f"--json does not go with {given[0]}: it writes the table of lessons, or the tables "
@@ -111,6 +122,7 @@ def _options_given(args: argparse.Namespace) -> list[str]:
         "--figure": args.figure,
         "--break": args.broken,
         "--copy": args.copy,
+        "--level": args.level,
         "--out": args.out,
     }
     return [option for option, value in named.items() if value not in (None, False)]
@@ -137,8 +149,9 @@ def _find(question: str) -> int:
 
 def _list(file: str | None) -> int:
     """Print the table of lessons, with their modules if the terminal is wide enough; return 0."""
-    there = lessons.every_lesson()
+    there = lessons.in_order()
     graded = passed.when()
+    begun = passed.begun()
     console = page_console()
     rows = [
         [
@@ -146,7 +159,7 @@ def _list(file: str | None) -> int:
             f"{lesson.title}\n{lesson.notes}",
             str(lesson.minutes),
             " ".join(lesson.after),
-            graded.get(lesson.number, ""),
+            graded.get(lesson.number) or _left(begun.get(lesson.number)),
             "\n".join(lesson.modules),
         ]
         for lesson in there
@@ -155,9 +168,10 @@ def _list(file: str | None) -> int:
         _print_blocks(console, rows)
     else:
         console.print(table)
+    console.print(_progress(there, graded), markup=False)
     console.print(
-        "min: about how many minutes, by length; after: the lessons it builds on; passed: its "
-        "check, when\n"
+        "min: about how many minutes, by length; after: the lessons it builds on; passed: when its "
+        "check did, or how many holes are left\n"
         "minidist lesson 03 reads one, minidist lesson 03 -n 4 runs it, minidist check 03 "
         "grades it",
         style="dim",
@@ -176,12 +190,29 @@ def _list(file: str | None) -> int:
                         "minutes": lesson.minutes,
                         "after": lesson.after,
                         "passed": graded.get(lesson.number),
+                        "left": begun.get(lesson.number, [None])[0],
                     }
                     for lesson in there
                 ]
             },
         )
     return 0
+
+
+def _left(state: tuple[int, int] | None) -> str:
+    """Return how much of a half-done exercise is left, as a cell of the table."""
+    return "" if state is None else f"{state[0]} of {state[1]} left"
+
+
+def _progress(there: list[Lesson], graded: Collection[str]) -> str:
+    """Return one line: how many checks are passed, and which lesson is next: the first that builds
+    only on passed ones."""
+    left = [lesson for lesson in there if lesson.number not in graded]
+    if not left:
+        return f"passed: all {len(there)}"
+    ready = [lesson for lesson in left if set(lesson.after) <= set(graded)] or left
+    following = f"next: {ready[0].number}, {ready[0].title}"
+    return f"passed: {len(there) - len(left)} of {len(there)}; {following}"
 
 
 def _table(rows: list[list[str]], width: int) -> Table | None:
@@ -271,15 +302,17 @@ def _break(lesson: Lesson, name: str) -> int:
     return subprocess.call([sys.executable, str(lesson.part("lesson.py")), "--break", name])
 
 
-def _copy(lesson: Lesson, folder: Path) -> int:
-    """Copy the exercise to `folder`; an existing file is never overwritten."""
+def _copy(lesson: Lesson, folder: Path, *, is_blank: bool) -> int:
+    """Copy the exercise to `folder`, or only the heads of its functions; an existing file is never
+    overwritten."""
+    exercise = lesson.part("exercise.py").read_text(encoding="utf-8")
     target = folder / f"exercise_{lesson.number}.py"
     if os.path.exists(target):
         fail(f"{target} is already there; choose another folder or move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with whole(target) as draft:
-            shutil.copyfile(lesson.part("exercise.py"), draft)
+            draft.write_text(blank(exercise) if is_blank else exercise, encoding="utf-8")
     except OSError as error:
         if error.errno in DISK_FAILED:
             raise

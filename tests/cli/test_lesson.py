@@ -17,7 +17,7 @@ from rich.console import Console
 from minidist import lessons
 from minidist.cli import main
 from minidist.graded_apart import GradedApart
-from minidist.grading import Grade, Result
+from minidist.grading import Grade, HoleGrade, Result
 from minidist.lessons.running import add_out
 
 
@@ -25,7 +25,10 @@ def test_lists_the_lessons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["lesson", "--json", str(tmp_path / "lessons.json")]) == 0
     output = capsys.readouterr().out
     rows = json.loads((tmp_path / "lessons.json").read_text(encoding="utf-8"))["lessons"]
-    assert [row["lesson"] for row in rows] == [lesson.number for lesson in lessons.every_lesson()]
+    assert [row["lesson"] for row in rows] == [lesson.number for lesson in lessons.in_order()]
+    assert sorted(row["lesson"] for row in rows) == [
+        lesson.number for lesson in lessons.every_lesson()
+    ]
     assert "minidist/parallel/data/ddp.py" in output.replace("\n", "")
     assert all(Path(row["folder"]).is_dir() and row["title"] and row["notes"] for row in rows)
 
@@ -37,19 +40,32 @@ def test_tells_minutes_what_comes_before_and_what_was_passed(
     monkeypatch.setattr(
         "minidist.cli.check.grade_apart",
         lambda number, check, file: GradedApart(
-            Grade(number, str(file), (Result("a task", number == "03", "1", "1"),)), ""
+            Grade(
+                number,
+                str(file),
+                (Result("a task", number in ("00", "03"), "1", "1"),),
+                tuple(
+                    HoleGrade(hole, "right" if hole > left[number] else "open")
+                    for hole in range(1, 6)
+                ),
+            ),
+            "",
         ),
     )
-    assert main(["check", "03"]) == 0 and main(["check", "04"]) == 1
+    left = {"00": 0, "03": 0, "04": 2, "05": 5}
+    assert [main(["check", number]) for number in left] == [0, 0, 1, 1]
     assert main(["lesson", "--json", str(tmp_path / "lessons.json")]) == 0
     rows = {
         row["lesson"]: row for row in json.loads((tmp_path / "lessons.json").read_text())["lessons"]
     }
     assert rows["03"]["passed"] == time.strftime("%Y-%m-%d") and rows["04"]["passed"] is None
-    assert rows["03"]["passed"] in capsys.readouterr().out
+    assert rows["03"]["left"] is None and rows["04"]["left"] == 2 and rows["05"]["left"] is None
+    printed = capsys.readouterr().out
+    assert rows["03"]["passed"] in printed and re.search("2 of 5[^0-9]+left", printed)
+    assert "passed: 2 of 27; next: 01, Launching" in printed
     for number, row in rows.items():
-        assert all(before in rows or before in ("21", "23", "25") for before in row["after"])
-        assert all(before < number for before in row["after"]) and (row["after"] or number == "00")
+        ahead = list(rows)[: list(rows).index(number)]
+        assert set(row["after"]) <= set(ahead) and (row["after"] or number == "00")
         assert 10 <= row["minutes"] <= 120
 
 
@@ -116,6 +132,7 @@ def test_the_list_heeds_the_columns_that_the_environment_names(
             ["01", "--figure", "--break", "one-rank-dies"],
             "argument --break: not allowed with argument --figure",
         ),
+        (["01", "--level", "blank"], "--level goes with --copy"),
         (["01", "--copy", "x", "-n", "2"], "not allowed with argument --copy"),
         (["01", "--answers", "--json", "x"], "--json does not go with --answers"),
         (["--figure"], "--figure needs the number of a lesson, e.g. minidist lesson 03 --figure"),
@@ -183,6 +200,12 @@ def test_copies_an_exercise_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.count(r"\x1b[31m/exercise_03.py") == 2
     assert main(["lesson", "03", "--copy", str(tmp_path)]) == 2
     assert "already there" in capsys.readouterr().err
+
+
+def test_copies_only_the_heads_of_an_exercise(tmp_path: Path) -> None:
+    assert main(["lesson", "10", "--copy", str(tmp_path), "--level", "blank"]) == 0
+    copied = (tmp_path / "exercise_10.py").read_text()
+    assert "def idle(times):" in copied and "y.backward(None" not in copied
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@ in them."""
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 from filling import graded, right
 
 from minidist import holes, lessons
-from minidist.grading import answer_key, load_module
+from minidist.grading import answer_key, grade, load_module
 
 NUMBERS = [lesson.number for lesson in lessons.every_lesson()]
 NOT_CUT = {
@@ -49,6 +50,26 @@ BEYOND = {
 
 def template(number: str) -> ast.Module:
     return ast.parse(lessons.find(number).part("exercise.py").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_blank_exercise_has_heads_tasks_and_only_open_holes(number: str, tmp_path: Path) -> None:
+    file = tmp_path / f"exercise_{number}.py"
+    text = holes.blank(lessons.find(number).part("exercise.py").read_text(encoding="utf-8"))
+    file.write_text(text, encoding="utf-8")
+    given = holes.definitions(template(number))
+    left = holes.definitions(ast.parse(text))
+    for name, part in left.items():
+        assert ast.get_docstring(part) == ast.get_docstring(given[name])
+        assert getattr(part, "args", None) is None or ast.dump(part.args) == ast.dump(
+            given[name].args
+        )
+    asked = re.sub(r"[\s#]+", "", text)
+    for hole, task in holes.tasks(template(number)).items():
+        assert re.sub(r"[\s#]+", "", f"{hole} {task}") in asked
+    result = grade(number, lessons.find(number).part("check.py"), file)
+    assert "fill hole" in result.results[-1].line(), result.results[-1].line()
+    assert {hole.state for hole in result.holes} == {"open"}
 
 
 def check_of(number: str):
