@@ -14,7 +14,9 @@ from pathlib import Path
 from minidist.lessons import Lesson, every_lesson
 
 LINE = re.compile(r"N([0-4]):([1-9][0-9]{0,5})")
-_ROW = re.compile(r"^\| (N[0-4]):(\d+)-(\d+) \| (.*?) \| (.*?) \|", re.MULTILINE)
+ROW = re.compile(r'^\| <a id="n\d-\d+"></a>(N[0-4]):(\d+)-(\d+) \| (.*?) \| (.*?) \|', re.MULTILINE)
+"""A row of NOTES.md: document, first and last line, section, links to lessons."""
+
 MOST = 12  # places of a word
 
 
@@ -35,19 +37,21 @@ def find_places(question: str) -> list[Passage]:
     """Return the places of a line of the notes ("N2:398") or of a word, the best first; [] if there
     is none."""
     if line := LINE.fullmatch(question):
-        return [place for place in _sections() if _covers(place, f"N{line[1]}", int(line[2]))]
+        return [place for place in sections() if _covers(place, f"N{line[1]}", int(line[2]))]
     word = question.casefold()
-    found = [place for place in _sections() if word in place.title.casefold()]
+    found = [place for place in sections() if word in place.title.casefold()]
     for lesson in every_lesson():
         found += [place for place in _headings(lesson) if word in place.title.casefold()]
     return found[:MOST] or _in_the_text(word)
 
 
-def _sections() -> Iterator[Passage]:
-    """Yield every section of the notes."""
+def sections() -> Iterator[Passage]:
+    """Yield every section of the notes, in their order."""
     text = Path(__file__).with_name("NOTES.md").read_text(encoding="utf-8")
-    for document, first, last, title, lessons in _ROW.findall(text):
-        yield Passage(f"{document}:{first}-{last}", title, tuple(re.findall(r"\d\d", lessons)))
+    for document, first, last, title, lessons in ROW.findall(text):
+        yield Passage(
+            f"{document}:{first}-{last}", title, tuple(re.findall(r"\[(\d\d)\]", lessons))
+        )
 
 
 def _covers(place: Passage, document: str, line: int) -> bool:

@@ -1,6 +1,7 @@
-"""The list of lessons in README.md and the table in lessons/README.md, made from the heads of the stories.
+"""The list of lessons in README.md and the table in lessons/README.md, made from the heads of the stories;
+and each story's links to its sections of the notes, made from NOTES.md.
 
-    python -m minidist.lessons.table      # write both again
+    python -m minidist.lessons.table      # write all again
 
 A test fails where a list or a table and a head differ.
 """
@@ -8,6 +9,7 @@ A test fails where a list or a table and a head differ.
 from minidist import lessons
 from minidist.files import whole
 from minidist.lessons import Lesson
+from minidist.lessons.finding import sections
 
 ROOT = lessons.FOLDER.parent
 BEGIN = "<!-- made by: python -m minidist.lessons.table -->"
@@ -33,6 +35,19 @@ def long_table(there: list[Lesson]) -> list[str]:
     return rows
 
 
+def links_to_notes(lesson: Lesson) -> list[str]:
+    """Return the line of a story that links its sections in NOTES.md, those it teaches first."""
+    held = [place for place in sections() if lesson.number in place.lessons]
+    held.sort(key=lambda place: place.lessons.index(lesson.number) > 0)
+    links = [f"[{place.where}](../NOTES.md#{_anchor(place.where)})" for place in held]
+    return [f"In the notes: {', '.join(links)}."]
+
+
+def _anchor(where: str) -> str:
+    """Return the anchor of a row of NOTES.md, as n0-211 of "N0:211-231"."""
+    return where.partition("-")[0].lower().replace(":", "-")
+
+
 TABLES = {ROOT / "README.md": short_list, lessons.FOLDER / "README.md": long_table}
 """{document: the function that makes its list or table}."""
 
@@ -45,10 +60,12 @@ def renewed(text: str, table: list[str]) -> str:
 
 
 def main() -> None:
-    """Write the table of each document again."""
+    """Write the table of each document and the links of each story again."""
     there = lessons.every_lesson()
-    for document, table in TABLES.items():
-        fresh = renewed(document.read_text(encoding="utf-8"), table(there))
+    parts = {document: table(there) for document, table in TABLES.items()}
+    parts |= {lesson.part("README.md"): links_to_notes(lesson) for lesson in there}
+    for document, part in parts.items():
+        fresh = renewed(document.read_text(encoding="utf-8"), part)
         with whole(document) as draft:
             draft.write_text(fresh, encoding="utf-8")
 

@@ -5,7 +5,7 @@ import pytest
 
 from minidist.cli import main
 from minidist.lessons import every_lesson
-from minidist.lessons.finding import Passage, _sections, find_places
+from minidist.lessons.finding import Passage, find_places, sections
 
 
 def test_a_line_of_the_notes_has_one_section() -> None:
@@ -17,9 +17,9 @@ def test_a_line_of_the_notes_has_one_section() -> None:
 
 def test_every_section_has_lessons_that_are_there() -> None:
     numbers = {lesson.number for lesson in every_lesson()}
-    sections = [*_sections()]
-    assert len(sections) > 60
-    assert {number for place in sections for number in place.lessons} <= numbers
+    found = [*sections()]
+    assert len(found) > 60
+    assert {number for place in found for number in place.lessons} <= numbers
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from minidist import lessons
+from minidist.lessons.finding import ROW
 
 ROOT = lessons.FOLDER.parent
 NOTES = sorted((ROOT.parent / "shared" / "notes").glob("*.txt"))
@@ -15,7 +16,6 @@ needs_notes = pytest.mark.skipif(
     len(NOTES) != 5, reason="the five documents are not in ../shared/notes"
 )
 
-ROW = re.compile(r"^\| N(\d):(\d+)-(\d+) \| (.+?) \| (.+?) \|", re.MULTILINE)
 CITED = re.compile(r"N([0-4]):(\d+)(?:[-–](\d+))?((?:, \d+\b(?!,?\d))*)")
 
 
@@ -23,7 +23,7 @@ def index() -> list[tuple[int, int, int, str, set[str]]]:
     """The rows of NOTES.md: document, first and last line, section, numbers of the lessons."""
     text = (lessons.FOLDER / "NOTES.md").read_text(encoding="utf-8")
     return [
-        (int(d), int(first), int(last), section, set(re.findall(r"\d\d", taught)))
+        (int(d[1]), int(first), int(last), section, set(re.findall(r"\[(\d\d)\]", taught)))
         for d, first, last, section, taught in ROW.findall(text)
     ]
 

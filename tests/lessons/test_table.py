@@ -8,7 +8,8 @@ import pytest
 
 from minidist import lessons
 from minidist.lessons import Lesson
-from minidist.lessons.table import ROOT, TABLES, renewed
+from minidist.lessons.finding import sections
+from minidist.lessons.table import ROOT, TABLES, links_to_notes, renewed
 
 LESSONS = lessons.every_lesson()
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
@@ -74,3 +75,15 @@ def test_a_module_that_names_its_chapter_names_this_one(lesson: Lesson) -> None:
             text = (ROOT / module).read_text(encoding="utf-8")
             told = re.match(r"Chapter (\d\d)", ast.get_docstring(ast.parse(text)) or "")
             assert told is None or told[1] == lesson.number, module
+
+
+@each_lesson
+def test_a_story_links_its_sections_of_the_notes_which_link_it(lesson: Lesson) -> None:
+    text = lesson.part("README.md").read_text(encoding="utf-8")
+    index = (lessons.FOLDER / "NOTES.md").read_text(encoding="utf-8")
+    assert renewed(text, links_to_notes(lesson)) == text, "run `python -m minidist.lessons.table`"
+    links = re.findall(r"\]\(\.\./NOTES\.md#(n\d-\d+)\)", text)
+    assert len(links) == sum(lesson.number in place.lessons for place in sections()) > 0
+    for link in links:
+        row = index.split(f'<a id="{link}"></a>')[1].split("\n")[0]
+        assert f"[{lesson.number}]({lesson.folder.name}/README.md)" in row
