@@ -293,7 +293,7 @@ def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
     )
     if template is not None and (found := _not_own(exercise_file, template)) is not None:
         return Grade(number, str(exercise_file), (found,))
-    results = _results(check, lambda: load_module(exercise_file, number), exercise_file)
+    results = run_check(check, lambda: load_module(exercise_file, number), exercise_file)
     graded = tuple[HoleGrade, ...]()
     if not (results and results[-1].passed) and template is not None:
         graded = _by_hole(check, template, exercise_file, number, results[-1])
@@ -321,7 +321,7 @@ def _not_own(exercise_file: Path, template: ast.Module) -> Result | None:
     )
 
 
-def _results(
+def run_check(
     check: ModuleType, exercise: Callable[[], ModuleType], exercise_file: Path
 ) -> list[Result]:
     """Return the check's results up to the first that failed."""
@@ -360,7 +360,9 @@ def _by_hole(
     def without(replaced: Iterable[holes.Answer]) -> Result | None:
         """Return the first mistake that is left with the right code in place of these."""
         module = holes.corrected(student, replaced)
-        last = _results(check, lambda: run_module(module, exercise_file, number), exercise_file)[-1]
+        last = run_check(check, lambda: run_module(module, exercise_file, number), exercise_file)[
+            -1
+        ]
         return None if last.passed else last
 
     doubtful = [answer for answer in answers if not answer.is_right_code]

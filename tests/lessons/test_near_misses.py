@@ -1,0 +1,60 @@
+"""No answer that is one small mistake away from the right one passes a check (support/near_miss.py
+makes them)."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from filling import fill, right
+from near_miss import neighbours
+
+from minidist import lessons
+from minidist.grading import load_module, run_check
+
+LIMIT = 90  # seconds of one check: a neighbour may wait for ever
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["minidist", "minidist.grading", "minidist.lessons.checking", "filling"]
+)
+
+SAME: dict[tuple[str, int], dict[str, str]] = {}
+"""{(lesson, hole): {neighbour: why it means the same as the right code}}."""
+
+
+def passes(number: str, file: Path, report: Path) -> None:
+    """Write "passed" into `report` if the exercise passes the lesson's check."""
+    check = load_module(lessons.find(number).part("check.py"), number)
+    results = run_check(check, lambda: load_module(file, number), file)
+    report.write_text("passed" if results[-1].passed else results[-1].line(), encoding="utf-8")
+
+
+def outcome(number: str, answers: dict[int, str], folder: Path) -> str:
+    """Return "passed", or the check's first mistake."""
+    file = folder / f"exercise_{number}.py"
+    report = folder / "report"
+    report.unlink(missing_ok=True)
+    exercise = lessons.find(number).part("exercise.py").read_text(encoding="utf-8")
+    file.write_text(fill(exercise, answers), encoding="utf-8")
+    graded = FORKS.Process(target=passes, args=(number, file, report))
+    graded.start()
+    graded.join(LIMIT)
+    if graded.is_alive():
+        graded.kill()
+        graded.join()
+        return f"no end within {LIMIT} s"
+    return report.read_text(encoding="utf-8") if report.exists() else f"exit {graded.exitcode}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [lesson.number for lesson in lessons.every_lesson()])
+def test_no_near_miss_passes(number: str, tmp_path: Path) -> None:
+    answers = right(number)
+    assert outcome(number, answers, tmp_path) == "passed"
+    passed = [
+        (number, hole, code)
+        for hole, text in answers.items()
+        for code in neighbours(text)
+        if code not in SAME.get((number, hole), {})
+        and outcome(number, {**answers, hole: code}, tmp_path) == "passed"
+    ]
+    assert not passed, "\n".join(map(str, passed))
