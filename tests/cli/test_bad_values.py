@@ -4,6 +4,7 @@ never a traceback."""
 import argparse
 import importlib
 import os
+import pathlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 raise PermissionError(13, "Permission denied", str(path))
             return asked(path, *args, **more)  # type: ignore[operator]
 
+        accessor = getattr(pathlib, "_NormalAccessor", None)
+        if getattr(accessor, name, None) is getattr(os, name):
+            monkeypatch.setattr(accessor, name, staticmethod(refuse))  # Python 3.10's pathlib
         monkeypatch.setattr(os, name, refuse)
     return tmp_path
 

@@ -38,7 +38,7 @@ def test_what_is_written_is_read(counts: list[int], buffers: int, dtype: type) -
     values = {}
     for number, count in enumerate(counts):
         record.add(str(number), dtype, count)
-        values[str(number)] = np.arange(count).astype(dtype) + number
+        values[str(number)] = (np.arange(count) + number).astype(dtype)
     assert all(region.offset % PAGE == 0 for region in record.regions.values())
     loan = place.lend(record)
     for key, array in values.items():

@@ -135,8 +135,14 @@ def take_away() -> None:
                 delattr(module, name)
     if hasattr(__import__("select"), "epoll"):
         del __import__("select").epoll
+    import pathlib  # Python 3.10's takes the functions that it finds when it is imported
+
+    kept = getattr(pathlib, "_NormalAccessor", None)
     for name in ("stat", "lstat", "readlink"):
-        setattr(os, name, _hiding(getattr(os, name)))
+        hiding = _hiding(getattr(os, name))
+        setattr(os, name, hiding)
+        if kept is not None and hasattr(kept, name):
+            setattr(kept, name, staticmethod(hiding))
     sys.addaudithook(_hook)
     find = ctypes.CDLL.__getattr__
     bind = socket.socket.bind
