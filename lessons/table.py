@@ -1,5 +1,6 @@
 """The list of lessons in README.md and the table in lessons/README.md, made from the heads of the stories;
-and each story's links to its sections of the notes, made from NOTES.md.
+each story's links to its sections of the notes, made from NOTES.md; and the terms of docs/words.md, made
+from glossary.toml.
 
     python -m minidist.lessons.table      # write all again
 
@@ -10,6 +11,7 @@ from minidist import lessons
 from minidist.files import whole
 from minidist.lessons import Lesson
 from minidist.lessons.finding import sections
+from minidist.lessons.glossary import row_of, terms
 
 ROOT = lessons.FOLDER.parent
 BEGIN = "<!-- made by: python -m minidist.lessons.table -->"
@@ -35,6 +37,16 @@ def long_table(there: list[Lesson]) -> list[str]:
     return rows
 
 
+def words(_: list[Lesson]) -> list[str]:
+    """Return the table of docs/words.md: each term, its Chinese, what it means, and where the notes
+    use it."""
+    rows = ["| term | 中文 | what it means | notes |", "| --- | --- | --- | --- |"]
+    for term in terms():
+        link = f"[{term.notes}](../lessons/NOTES.md#{row_of(term.notes)})" if term.notes else ""
+        rows.append(f"| {term.en} | {term.zh} | {term.means} | {link} |".replace("|  |", "| |"))
+    return rows
+
+
 def links_to_notes(lesson: Lesson) -> list[str]:
     """Return the line of a story that links its sections in NOTES.md, those it teaches first."""
     held = [place for place in sections() if lesson.number in place.lessons]
@@ -48,7 +60,11 @@ def _anchor(where: str) -> str:
     return where.partition("-")[0].lower().replace(":", "-")
 
 
-TABLES = {ROOT / "README.md": short_list, lessons.FOLDER / "README.md": long_table}
+TABLES = {
+    ROOT / "README.md": short_list,
+    lessons.FOLDER / "README.md": long_table,
+    ROOT / "docs" / "words.md": words,
+}
 """{document: the function that makes its list or table}."""
 
 

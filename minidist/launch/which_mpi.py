@@ -85,7 +85,7 @@ def refusal(launch: Launch) -> LaunchError:
     if launch.mpi_by_srun:
         return LaunchError(
             f"srun --mpi=pmix started {launch.world_size} tasks, but mpi4py has "
-            f"{library() or 'no MPI library'}: give srun --mpi=pmi2 for MPICH, or take transport "
+            f"{library() or 'no MPI library'}: give srun --mpi=pmi2 for MPICH, or use transport "
             "auto"
         )
     return LaunchError(

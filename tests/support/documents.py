@@ -156,9 +156,9 @@ def small(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a document's headings, as GitHub makes them."""
+    """Return the anchors of a document's headings, as GitHub makes them, and those that it names."""
     outside = BLOCK.sub("", text)
-    found: set[str] = set()
+    found = set(re.findall(r'<a id="([\w-]+)"></a>', outside))
     for heading in re.findall(r"^#+ (.+)$", outside, re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
