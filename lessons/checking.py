@@ -18,6 +18,7 @@ from minidist.lessons.lab import difference
 
 T = TypeVar("T")
 
+MOST_COLUMNS = 100  # of a picture in text
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
 
 
@@ -79,3 +80,32 @@ def replicas(task: str, ranks: Sequence[np.ndarray], mistake: str, advice: str) 
     number."""
     apart = np.max([difference(mine, ranks[0]) for mine in ranks])  # a NaN of any rank stays
     return Result(task, bool(apart < 1e-12), "equal", f"apart by {apart:.1e}", mistake, advice)
+
+
+Lane = tuple[str, Sequence[tuple[str, float, float]]]
+"""A lane of a timeline: its name, and what happens in it: (label, start, stop)."""
+
+
+def timelines(right: Sequence[Lane], yours: Sequence[Lane]) -> str:
+    """Return both timelines as lines of text on one clock, for `Result.picture`.
+
+    A unit of time is two to four columns, as fit; dots are waits.
+    """
+    wide = max(len(name) for name, _ in [*right, *yours])
+    last = max(stop for _, things in [*right, *yours] for _, _, stop in things)
+    unit = max(2, min(4, int(MOST_COLUMNS / last)))
+    told = list[str]()
+    for title, lanes in (("right", right), ("yours", yours)):
+        told.append(f"{title}:")
+        told += [f"  {name:<{wide}} |{_lane(things, unit)}" for name, things in lanes]
+    return "\n".join(told)
+
+
+def _lane(things: Sequence[tuple[str, float, float]], unit: int) -> str:
+    """Return one lane: each thing as wide as it is long, and a bar at its end."""
+    line = ""
+    for label, start, stop in sorted(things, key=lambda thing: thing[1]):
+        line = line.ljust(round(unit * start), ".")
+        room = max(1, round(unit * stop) - len(line) - 1)
+        line += f"{label[:room]:<{room}}|"
+    return line

@@ -69,6 +69,7 @@ class Result:
     mistake: str = ""
     advice: str = ""
     holes: tuple[int, ...] = ()  # the holes with the mistake, if known
+    picture: str = ""  # a wrong answer's run beside the right one, as lines of text
 
     def line(self) -> str:
         """Return the result as one line: `bytes sent: 3.5 MiB, target 3.0 MiB: whole tensors: read

@@ -80,6 +80,8 @@ def show(result: Grade, title: str) -> None:
     first = result.results[-1] if result.results else None
     console.print("not yet", style="bold yellow", end=": ")
     console.print(first.line() if first else "nothing was graded", markup=False)
+    if first and first.picture:
+        console.print(f"\n{first.picture}\n", markup=False, no_wrap=True, overflow="crop")
     for hole in result.holes:
         if hole.result and hole.result != first:
             console.print(hole.result.line(), markup=False)

@@ -9,7 +9,7 @@ import pytest
 
 from minidist.comm.group import Group
 from minidist.grading import HoleError, Mistake, Result, TaskFailed, grade, hole
-from minidist.lessons.checking import on_ranks, parity, replicas
+from minidist.lessons.checking import on_ranks, parity, replicas, timelines
 
 RIGHT = np.array([1.0, -2.0, 4.0])
 MISTAKES = {"averaged twice": RIGHT / 2, "the sign": Mistake(lambda: -RIGHT, "section 2")}
@@ -104,3 +104,20 @@ def test_replicas_are_equal_to_1e_12() -> None:
     assert replicas("copies", [RIGHT, RIGHT], "apart", "section 3").passed
     found = replicas("copies", [RIGHT, RIGHT + 1e-11], "apart", "section 3")
     assert (found.passed, found.mistake, found.advice) == (False, "apart", "section 3")
+
+
+def test_a_timeline_has_each_thing_at_its_time() -> None:
+    right = [("rank 0", [("F0", 0, 1), ("B0", 3, 5)]), ("rank 10", [("F0", 1, 2)])]
+    yours = [("rank 0", [("F0", 0, 1), ("B0", 4, 6)]), ("rank 10", [("a long name", 1, 2)])]
+    assert timelines(right, yours).splitlines() == [
+        "right:",
+        "  rank 0  |F0 |........B0     |",
+        "  rank 10 |....F0 |",
+        "yours:",
+        "  rank 0  |F0 |............B0     |",
+        "  rank 10 |....a l|",
+    ]
+
+
+def test_a_long_timeline_is_drawn_narrower() -> None:
+    assert len(timelines([("a", [("x", 0, 40)])], [("a", [("y", 0, 50)])]).splitlines()[-1]) == 105
