@@ -7,7 +7,7 @@
 
     a terminal                  one line that changes, and ends with the block; a bar if the total
                                 is known
-    a dumb terminal, a file     a line on stderr at most every five seconds, none in the first five
+    a dumb terminal, a file     a line on stderr every five seconds, none in the first five
 
 Functions that measure take a Progress, or any function of a text.
 """
@@ -93,23 +93,40 @@ class Lines(Progress):
         self._print_line(line)
 
 
-class Spoken(Progress):
-    """Lines on stderr where there is no terminal: the present work, at most once every `seconds`,
-    and nothing of a command that is done before."""
+_SPEAKING = threading.Lock()  # no process is forked while stderr's own lock is held
+os.register_at_fork(
+    before=_SPEAKING.acquire,
+    after_in_parent=_SPEAKING.release,
+    after_in_child=_SPEAKING.release,
+)
 
-    def __init__(self, seconds: float = LINES_EVERY) -> None:
+
+class Spoken(Progress):
+    """Lines on stderr where there is no terminal: the present work every `seconds`, from a thread
+    of its own, and nothing of a command that is done before."""
+
+    def __init__(self, text: str, seconds: float) -> None:
+        self._text = text
         self._seconds = seconds
-        self._begun = time.monotonic()
-        self._last = self._begun
+        self._ended = threading.Event()
+        self._speaker = threading.Thread(target=self._speak, name="progress", daemon=True)
+        self._speaker.start()
+
+    def _speak(self) -> None:
+        begun = time.monotonic()
+        while not self._ended.wait(self._seconds):
+            with _SPEAKING:
+                say_line(f"{self._text} ({time.monotonic() - begun:.0f} s)")
 
     def __call__(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self._last >= self._seconds:
-            self._last = now
-            say_line(f"{text} ({now - self._begun:.0f} s)")
+        self._text = text
 
     def at(self, done: int, total: int, text: str = "") -> None:
         self(f"{done} of {total}  {text}".rstrip())
+
+    def close(self) -> None:
+        self._ended.set()
+        self._speaker.join(LAST_LINES)
 
 
 class Bar(Progress):
@@ -198,7 +215,7 @@ def progress(text: str) -> Iterator[Progress]:
     """Context manager: a command that takes long shows its work on stderr, first `text`."""
     console = Console(stderr=True, highlight=False)
     animated = console.is_terminal and not console.is_dumb_terminal
-    shown = Bar(console, text) if animated else Spoken()
+    shown = Bar(console, text) if animated else Spoken(text, LINES_EVERY)
     try:
         yield shown
     finally:

@@ -144,6 +144,12 @@ def no_profile(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
+def no_lines_of_progress(monkeypatch):
+    """On a busy machine a command of a test may take as long as one that says what it does."""
+    monkeypatch.setattr("minidist.progress.LINES_EVERY", 3600.0)
+
+
+@pytest.fixture(autouse=True)
 def own_account():
     """What an earlier test left in memory, or a limit it set, is not this test's."""
     with account.use(account.MemoryAccount()) as memory:

@@ -95,22 +95,31 @@ def test_a_dumb_terminal_and_a_file_show_nothing_of_short_work() -> None:
     assert (done.stdout, done.stderr) == ("4 ranks: done\nthe result\n", "")
 
 
-def test_long_work_shows_signs_of_life_where_there_is_no_terminal() -> None:
-    program = """
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (
+            "for number in range(12): show.at(number, 12, 'round'); time.sleep(0.05)",
+            r"\d+ of 12  round",
+        ),
+        ("time.sleep(0.6)", "one call"),  # which says nothing of itself
+    ],
+)
+def test_long_work_shows_signs_of_life_where_there_is_no_terminal(work: str, said: str) -> None:
+    program = f"""
 import time
 from minidist.progress import Spoken
-show = Spoken(0.2)
-for number in range(12):
-    show.at(number, 12, "round")
-    time.sleep(0.05)
+show = Spoken("one call", 0.2)
+{work}
+show.close()
 print("the result")
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     lines = done.stderr.splitlines()
-    assert done.stdout == "the result\n" and 1 <= len(lines) <= 3
-    assert all(re.fullmatch(r"\d+ of 12  round \(\d+ s\)", line) for line in lines)
+    assert done.stdout == "the result\n" and lines
+    assert all(re.fullmatch(rf"{said} \(\d+ s\)", line) for line in lines)
 
 
 def test_what_stays_is_said_by_progress_that_shows_nothing(

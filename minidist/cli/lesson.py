@@ -24,7 +24,7 @@ from minidist.holes import blank
 from minidist.lessons import Lesson
 from minidist.lessons.finding import find_places
 from minidist.lessons.page import page_console
-from minidist.progress import LINES_EVERY, progress
+from minidist.progress import progress
 from minidist.reading import visible
 
 LEVELS = ("holes", "blank")
@@ -272,23 +272,12 @@ def _figure(lesson: Lesson, out: str | None) -> int:
         folder = ["--out", str(folder_to_write(out))] if out is not None else []
     except argparse.ArgumentTypeError as error:
         fail(f"--out: {error}")
-    work = f"drawing the figure of lesson {lesson.number} from a run of its own"
-    with (
-        progress(work) as show,
-        subprocess.Popen(
-            [sys.executable, str(lesson.part("figure.py")), *folder],
-            stdout=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        ) as drawing,
-    ):
-        printed = None
-        while printed is None:
-            try:
-                printed, _ = drawing.communicate(timeout=LINES_EVERY)
-            except subprocess.TimeoutExpired:
-                show(work)
-    print(printed, end="")
+    argv = [sys.executable, str(lesson.part("figure.py")), *folder]
+    with progress(f"drawing the figure of lesson {lesson.number} from a run of its own"):
+        drawing = subprocess.run(
+            argv, stdout=subprocess.PIPE, text=True, errors="replace", check=False
+        )
+    print(drawing.stdout, end="")
     return drawing.returncode
 
 

@@ -168,14 +168,15 @@ def test_a_figure_goes_to_a_folder_of_the_users(
     given: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
     slow = [sys.executable, "-c", "import time; time.sleep(0.2); print('drawn')"]
-    start = subprocess.Popen
+    start = subprocess.run
     monkeypatch.setattr(
-        "subprocess.Popen",
+        "subprocess.run",
         lambda argv, **options: given.append(argv) or start(slow, **options),
     )
-    monkeypatch.setattr("minidist.cli.lesson.LINES_EVERY", 0.05)  # it is looked at several times
+    monkeypatch.setattr("minidist.progress.LINES_EVERY", 0.05)
     assert main(["lesson", "03", "--figure", *out]) == 0
-    assert capsys.readouterr().out == "drawn\n"
+    told = capsys.readouterr()
+    assert told.out == "drawn\n" and "drawing the figure of lesson 03" in told.err
     assert Path("new/folder").is_dir() == bool(out) and given[0][2:] == out
     parser = argparse.ArgumentParser()
     add_out(parser, lessons.find("03").folder)
