@@ -21,14 +21,15 @@ FILE = Path(__file__).with_name("glossary.toml")
 
 
 class Term(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A term: English and Chinese, what it means in one line of each, and where the notes use it
-    ("N2:481"; "" where they do not)."""
+    """A term: English and Chinese, what it means in one line of each, where the notes use it
+    ("N2:481"; "" where they do not), and other Chinese for it that a sentence may need."""
 
     en: str
     zh: str
     means: str
     means_zh: str
     notes: str = ""
+    also: tuple[str, ...] = ()
 
 
 @cache

@@ -42,7 +42,8 @@ def keep_begun(lesson: str, left: int, holes: int) -> None:
 def _read(name: str, kind: type[dict[str, T]]) -> dict[str, T]:
     """Return a record; empty if there is none, or it cannot be read."""
     with suppress(OSError, ValueError, ConfigError):
-        return read_json(profile_path().with_name(name), kind, most=1 << 20)
+        found: dict[str, T] = read_json(profile_path().with_name(name), kind, most=1 << 20)
+        return found
     return {}
 
 

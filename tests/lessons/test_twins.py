@@ -1,0 +1,126 @@
+"""A document and its Chinese twin say the same, section by section; a fault of each kind is found."""
+
+import pytest
+
+from minidist.lessons import twins
+
+ENGLISH = """# 10 · A lesson
+
+> 按层拆分 (N0:213)
+>
+> *Scenario 3: cut by layers.*
+
+## 1 The loop
+
+Each rank sends 2 arrays, 1,024 bytes, by `group.send`. Its bubble is 75 % ([lesson 11](../11_pipeline/README.md)).
+
+![One step](figure.png)
+
+<!-- printed by: python lesson.py; N2:166 -->
+| | layers | has |
+| --- | --- | --- |
+| GPU 0 | 1-8 | 1.75 billion |
+
+<details><summary>What came out</summary>
+
+It is shorter.
+
+</details>
+
+## 2 Run it
+
+```
+python lesson.py
+```
+"""
+CHINESE = """# 10 · 一课
+
+> 按层拆分 (N0:213)
+
+## 1 循环
+
+每个 rank 用 `group.send` 发 2 个数组，1,024 字节。气泡占 75 % ([第 11 课](../11_pipeline/README.zh.md))。
+
+![一步](figure.png)
+
+<!-- printed by: python lesson.py; N2:166 -->
+| | layers | has |
+| --- | --- | --- |
+| GPU 0 | 1-8 | 1.75 billion |
+
+<details><summary>结果</summary>
+
+变短了。
+
+</details>
+
+## 2 运行
+
+```
+python lesson.py
+```
+"""
+
+
+def test_a_pair_that_says_the_same_has_no_difference() -> None:
+    assert [*twins.differences(ENGLISH, CHINESE)] == []
+
+
+@pytest.mark.parametrize(
+    ("now", "planted", "found"),
+    [
+        ("## 2 运行", "## 3 运行", "sections 0, 1, 2 beside 0, 1, 3"),
+        ("python lesson.py\n```", "python lessen.py\n```", "section 2, code"),
+        ("; N2:166 -->", "; N2:167 -->", "section 1, comments"),
+        ("11_pipeline/README.zh.md", "12_tensor/README.zh.md", "section 1, links"),
+        ("figure.png", "figures.png", "section 1, links"),
+        ("</details>", "", "section 1, folds"),
+        ("`group.send`", "`group.recv`", "section 1, code in lines"),
+        ("| GPU 0 | 1-8 | 1.75 billion |", "| GPU 0 | 1-8 1.75 billion |", "section 1, rows"),
+        ("1.75 billion", "1.57 billion", "section 1, numbers"),
+        ("1,024", "1,042", "section 1, numbers"),
+        ("气泡", "泡沫", "section 1: bubble without 气泡"),
+    ],
+)
+def test_a_planted_fault_is_found(now: str, planted: str, found: str) -> None:
+    assert now in CHINESE
+    told = [*twins.differences(ENGLISH, CHINESE.replace(now, planted, 1))]
+    assert any(line.startswith(found) for line in told), told
+
+
+@pytest.mark.parametrize(
+    ("english", "chinese", "found"),
+    [
+        ("It is longer.", "变短了。", ["section 1: English changed since both were read"]),
+        ("It is shorter.", "变长了。", ["section 1: Chinese changed since both were read"]),
+        (
+            "It is longer.",
+            "变长了。",
+            ["section 1: English and Chinese changed since both were read"],
+        ),
+        ("It is\nshorter.", "变短了。", []),  # only a line end
+    ],
+)
+def test_a_section_that_changed_must_be_read_again(
+    english: str, chinese: str, found: list[str]
+) -> None:
+    kept = twins.stamps_of(ENGLISH, CHINESE)
+    texts = (ENGLISH.replace("It is shorter.", english), CHINESE.replace("变短了。", chinese))
+    assert [*twins.old(*texts, kept)] == found
+
+
+def test_a_section_without_a_stamp_must_be_read() -> None:
+    assert len([*twins.old(ENGLISH, CHINESE, {})]) == 3
+
+
+@pytest.mark.parametrize("document", twins.pairs(), ids=twins.label)
+def test_a_pair_says_the_same(document) -> None:
+    english, chinese = (
+        path.read_text(encoding="utf-8") for path in (document, twins.twin_of(document))
+    )
+    assert [*twins.differences(english, chinese)] == []
+    kept = twins.read_stamps().get(twins.label(document), {})
+    assert [*twins.old(english, chinese, kept)] == [], (
+        "read both languages, then: python -m minidist.lessons.twins --same "
+        f"{document.parent.name[:2]}"
+    )
