@@ -337,7 +337,7 @@ def _without_zeroing(size: int) -> np.ndarray:
         model.loss(inputs, targets, divisor=targets.size).backward()
         optimizer.step()
         for parameter in parameters:
-            parameter.grad *= size
+            parameter.grad = size * np.asarray(parameter.grad)
     return weights(model)
 
 
