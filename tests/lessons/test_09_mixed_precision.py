@@ -98,3 +98,17 @@ def test_how_much_of_a_weight_bf16_rounds_away() -> None:
     assert "a disturbance of up to 2^-8 of each weight" in " ".join(
         page.read_text(encoding="utf-8").split()
     )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {3: "p.grad.astype('float32')"},
+        {3: "p.grad", 4: "gradient.astype('float32') / scale"},
+        {4: "gradient * np.float32(1 / scale)"},
+    ],
+)
+def test_gradients_may_be_widened_in_another_way(other: dict[int, str], tmp_path: Path) -> None:
+    """What is divided has four bytes, wherever it was widened."""
+    result = graded("09", {**RIGHT, **other}, tmp_path)
+    assert result.passed, result.results[-1].line()
