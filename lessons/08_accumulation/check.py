@@ -104,13 +104,9 @@ def _train(group: Group, exercise: ModuleType, passes: int) -> dict[str, Any]:
     model = new_model(CONFIG)
     counted = CountedGroup(group)
     optimizer = CountedSGD(list(model.parameters()), lr=0.1)
-    exercise.plain_accumulation(
-        model,
-        optimizer,
-        counted,
-        [random_batch(CONFIG, step, SEQUENCES) for step in range(STEPS)],
-        passes,
-    )
+    batches = [random_batch(CONFIG, step, SEQUENCES) for step in range(STEPS)]
+    with np.errstate(all="ignore"):
+        exercise.plain_accumulation(model, optimizer, counted, batches, passes)
     return {
         "weights": weights(model),
         "reduced": counted.calls,
@@ -206,11 +202,15 @@ def _weights(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
             for mistake, advice in MISTAKES.items()
         },
         signs={
+            "not a number: what is divided by?": Mistake(
+                not np.isfinite(ranks[0]["weights"]).all(),
+                "how many tokens are that on this rank? section 2 (holes 2 to 4)",
+            ),
             "the ranks' weights differ": Mistake(
                 any(np.any(one["weights"] != ranks[0]["weights"]) for one in ranks),
                 "each rank updated with another gradient: what must come before the update? section "
                 "1 (holes 3 and 4)",
-            )
+            ),
         },
     )
 
@@ -220,13 +220,15 @@ def _traffic(exercise: ModuleType, stage: int, passes: int) -> Result:
     target = elements_sent(1000, ranks=4, zero=stage, accumulate=passes)
     measured = exercise.elements_sent(stage, passes, 1000, 4)
     return expect(
-        f"{['DDP', 'ZeRO-1', 'ZeRO-2', 'ZeRO-3'][stage]}, {plural(passes, 'pass')}, 4 ranks, 1000 "
+        f"{['DDP', 'ZeRO-1', 'ZeRO-2', 'ZeRO-3'][stage]}, {passes} pass{'es' * (passes > 1)}, 4 ranks, 1000 "
         "parameters",
         target,
         measured,
         "wrong traffic",
         "which strategy has room to keep a whole gradient until the last pass? section 4 (hole 5)",
         signs={
+            "in one pass the sum is Ψ(P-1), and to bring it to every rank Ψ(P-1) again": passes == 1
+            and stage < 3,
             "a whole gradient can wait for the last pass": stage < 2 and measured > target,
             "the sum of a stage cannot wait": stage == 2 and passes > 1 and measured < target,
             "updated weights are sent once a step, not in every pass": stage == 2

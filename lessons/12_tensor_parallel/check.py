@@ -269,7 +269,7 @@ class WatchedGroup:
 def _run_loss(group: Group, exercise: ModuleType) -> list[tuple[float, int]]:
     """The student's loss of small and of huge logits, and how much travelled."""
     results = []
-    for scale in (1.0, 400.0):
+    for scale in (1.0, 4000.0):
         logits, targets = _logits(scale)
         own = np.array_split(np.arange(VOCABULARY), group.size)[group.rank]
         watched = WatchedGroup(group)
@@ -290,7 +290,7 @@ def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
     """Beside the library's, of the whole vocabulary."""
     on = f"on {plural(size, 'rank')}"
     for number, (name, scale) in enumerate(
-        (("loss", 1.0), ("loss of logits in the thousands", 400.0))
+        (("loss", 1.0), ("loss of logits in the ten thousands", 4000.0))
     ):
         target = ops.cross_entropy(*_logits(scale)).item()
         ours = [rank[number][0] for rank in ranks]

@@ -40,7 +40,9 @@ WRONG = {
     "a whole gradient can wait": {5: "[2 * a * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]"},
     "once a step, not in every pass": {5: "[2 * psi, 2 * psi, 2 * a * psi, 3 * a * psi][stage]"},
     "move in every pass": {5: "[2 * psi, 2 * psi, (a + 1) * psi, (2 * a + 1) * psi][stage]"},
-    "wrong traffic": {5: "[psi, psi, a * psi, 2 * a * psi][stage]"},
+    "in one pass the sum is": {5: "[psi, psi, a * psi, 2 * a * psi][stage]"},
+    "wrong traffic": {5: "[2 * psi, 2 * psi, (a + 1) * psi, 4 * a * psi][stage]"},
+    "not a number": {2: "targets.size - mine.targets.size"},
 }
 
 

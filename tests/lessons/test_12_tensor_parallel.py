@@ -40,6 +40,7 @@ WRONG = {
     "this is dy": {6: "dy"},
     "or vanishes": {7: "np.full(len(targets), group.all_reduce(logits.max(), 'max'))"},
     "exp overflows": {7: "np.zeros(len(targets))"},
+    "ten thousands on 3 ranks: inf": {7: 'group.all_reduce(logits.max(axis=1), "min")'},
     "ranks disagree": {8: "np.exp(logits - highest[:, None]).sum(axis=1)"},
     "the target's logit is divided by the ranks": {9: "group.all_reduce(target) / group.size"},
     "a target's logit below 0 is lost": {9: 'group.all_reduce(target, "max")'},
