@@ -330,8 +330,10 @@ def _scale(exercise: ModuleType) -> Result:
         "section 4 (hole 8)",
         signs={
             "no halving at an overflow": found[2] > target[2],
+            "more than halved at an overflow": found[2] < target[2],
             "good steps before the overflow still count": found[3] > target[3],
             "the skipped step counts as a good one": found[4] > target[4],
+            "more than doubled after 3 good steps": found[5] > target[5],
             "no doubling after 3 good steps": max(found[5:7]) < target[5],
             "doubled only after more than 3 good steps": found[5] < target[5],
             "good steps are not counted anew after a doubling": found[6] > target[6]

@@ -39,6 +39,8 @@ WRONG = {
         8: "if overflow:\n    self.scale, self.good = self.scale / 2, 0\nself.good += 1\n"
         "if self.good == self.patience:\n    self.scale, self.good = self.scale * 2, 0"
     },
+    "more than halved": {8: RIGHT[8].replace("self.scale / 2", "self.scale / 4")},
+    "more than doubled": {8: RIGHT[8].replace("self.scale * 2", "self.scale * 4")},
     "no doubling after 3": {8: "if overflow:\n    self.scale, self.good = self.scale / 2, 0"},
     "doubled only after more than 3": {8: RIGHT[8].replace("==", ">")},
     "good steps before the overflow still count": {8: RIGHT[8].replace("/ 2, 0", "/ 2, self.good")},
