@@ -290,8 +290,10 @@ def require_memory(what: str, nbytes: int, *, processes: int = 0) -> None:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: (1, "rank") -> "1 rank", (4, "rank") -> "4 ranks"."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+    """Return a count with its noun: (1, "rank") -> "1 rank", (4, "rank") -> "4 ranks", (2, "pass")
+    -> "2 passes"."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count} {noun}{ending}"
 
 
 def exactly(number: float) -> str:

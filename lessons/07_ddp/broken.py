@@ -35,6 +35,11 @@ def per_epoch() -> None:
                 f"    held-out loss of rank 0's replica {run['own'][epoch]:.3f}, "
                 f"of the mean of all {run['mean'][epoch]:.3f}"
             )
+    right = md.run(partial(lab.drift, epochs=3), "batch", size=4)[0]
+    print(
+        f"gradients summed at every batch: apart {max(right['apart']):.3f} at most; held-out loss "
+        f"{', '.join(f'{loss:.3f}' for loss in right['own'])}"
+    )
 
 
 def average_twice() -> None:
@@ -78,7 +83,7 @@ def local_tokens() -> None:
         off = md.run(error, first, size=4)[0]
         print(
             f"rank 0 has {plural(first, 'sequence')}, ranks 1 to 3 one each: the gradient is off "
-            f"by {off:.1%}"
+            f"by {off:.1%}, expected 0.0%"
         )
 
 

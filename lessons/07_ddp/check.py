@@ -82,8 +82,7 @@ FAULTS = {
         "no handle left after finish()",
         "{found} on rank {rank}",
         "the handles are not forgotten",
-        "they would pile up, and each finish() would wait for all "
-        "before it: self.pending = [] (hole 5)",
+        "they would pile up, and each finish() would wait for those of all steps before it (hole 5)",
     ),
 }
 """{what `_one_backward` counts: (target, measured, mistake, advice) if it is not 0}"""
@@ -262,22 +261,35 @@ def _plain(size: int, ranks: list[np.ndarray]) -> Result:
         _plain_serial(size),
         ranks,
         "the replicas agree on wrong weights",
-        "section 4 (holes 1 and 2)",
+        "over which tokens is the loss a mean, and what is done with the ranks' gradients? section 4 "
+        "(holes 1 and 2)",
         known={
             "divided by local tokens": Mistake(
                 lambda: _plain_serial(size, local=True), mean_of_means
             ),
             "averaged twice": Mistake(
                 lambda: _plain_serial(size, scale=1 / size),
-                "the loss is divided by the global token count already, so gradients are summed, "
-                "not averaged: section 4 (hole 2)",
+                "what the loss was divided by counts all ranks already: section 4 (holes 1 and 2)",
+            ),
+            "not divided": Mistake(
+                lambda: _plain_serial(size, scale=(size + 1) * CONFIG.context),
+                "a loss of more tokens would be larger: section 4 (hole 1)",
+            ),
+            "divided by sequences, not by tokens": Mistake(
+                lambda: _plain_serial(size, scale=CONFIG.context),
+                "the loss is a mean over tokens: section 4 (hole 1)",
+            ),
+            "nothing was learned": Mistake(
+                lambda: weights(new_model(CONFIG)),
+                "the weights are those before the first step: section 1 (hole 2)",
             ),
         },
         signs={
             "divided by local tokens": Mistake(both, mean_of_means),
             "the replicas drifted apart": Mistake(
                 np.max([np.abs(mine - ranks[0]).max() for mine in ranks]) > 1e-10,
-                "every rank updates by the same gradient: section 4 (hole 2)",
+                "each rank updated with another gradient: is every p.grad the same on all ranks? "
+                "section 4 (hole 2)",
             ),
         },
     )
@@ -314,6 +326,21 @@ def _serial_weights(size: int) -> np.ndarray:
     return alone(new_model(CONFIG), partial(SGD, lr=0.1), batches)
 
 
+def _without_zeroing(size: int) -> np.ndarray:
+    """The weights if gradients are never set to zero: what was summed is on every rank, and is
+    summed again."""
+    model = new_model(CONFIG)
+    parameters = list(model.parameters())
+    optimizer = SGD(parameters, lr=0.1)
+    for step in range(EPOCHS * BATCHES):
+        inputs, targets = _whole_batch(step, size)
+        model.loss(inputs, targets, divisor=targets.size).backward()
+        optimizer.step()
+        for parameter in parameters:
+            parameter.grad = size * np.asarray(parameter.grad)
+    return weights(model)
+
+
 def _order(buckets: list[list[int]]) -> Result:
     """Backward reaches the last parameter first."""
     return expect(
@@ -323,7 +350,11 @@ def _order(buckets: list[list[int]]) -> Result:
         "wrong buckets",
         "backward finishes the last layer's gradients first; a bucket that waits for the first "
         "layer cannot overlap with anything: read section 3.1 again (hole 3)",
-        known={"buckets in forward order": [[0, 1], [2, 3]]},
+        known={
+            "buckets in forward order": [[0, 1], [2, 3]],
+            "the first parameter is in no bucket": [[3, 2], [1]],
+            "the last parameter is in no bucket": [[0, 1], [2]],
+        },
     )
 
 
@@ -435,8 +466,8 @@ def _training(ranks: list[dict[str, Any]]) -> Result:
             f"{all_of_them} all-reduces",
             f"{started}",
             "not ready for the next backward",
-            "finish() sets self.missing anew, or no bucket is ever complete again: section 3.2 "
-            "(hole 5)",
+            "no bucket is complete in the second backward: what does ready() count from then? section "
+            "3.2 (hole 5)",
         )
     if not error < 1e-10:
         return judge(
@@ -445,8 +476,16 @@ def _training(ranks: list[dict[str, Any]]) -> Result:
             "the weights of one process",
             f"off by {error:.1e}, replicas apart by {drift:.1e}",
             "the replicas agree on wrong weights",
-            "loss, backward, finish, step, zero_grad, in this order: read section 2 again (hole 6)",
-            signs={"the replicas drifted apart": drift > 1e-10},
+            "what must be there when the optimizer steps, and what must be gone when the next "
+            "backward begins? section 2 (hole 6)",
+            signs={
+                "the replicas drifted apart": drift > 1e-10,
+                "nothing was learned": difference(ranks[0]["weights"], weights(new_model(CONFIG)))
+                < 1e-10,
+                "old gradients are summed again with the new ones": lambda: (
+                    difference(ranks[0]["weights"], _without_zeroing(size)) < 1e-9
+                ),
+            },
         )
     return Result(
         task, True, "the weights of one process, to 1e-10", "the weights of one process, to 1e-10"

@@ -37,23 +37,21 @@ def tour(group: Group, page: Page) -> None:
     timelines = lab.record_step(group)
     six_steps(timelines, page)
     data_path(lab.data_path(group), page)
-    page.heading("3  Buckets: what overlaps with backward, and what does not")
+    page.heading("3.1  Buckets: what overlaps with backward, and what does not")
     buckets(timelines, page)
-    page.heading("4  Traffic beside its formula")
-    traffic(group, page)
-    page.heading("5  Sum or average? Uneven parts")
-    uneven_parts(group, page)
-    page.heading("6  Synchronise per batch or per epoch (N0:416)")
-    drift_table(group, page)
-    page.heading("7  Overlap over links that take their time")
+    page.heading("3.2  Overlap over links that take their time")
     overlap(group, page)
-    page.heading("8  Process, memory, busy time (N0:200)")
+    page.heading("3.4  Traffic beside its formula")
+    traffic(group, page)
+    page.heading("4  Sum or average? Uneven parts")
+    uneven_parts(group, page)
+    page.heading("5  Synchronise per batch or per epoch (N0:416)")
+    drift_table(group, page)
+    page.heading("9  What the notes claim: N0:200, N0:430, N1:29")
     processes(group, page)
-    page.heading("9  Nearly linear (N0:430)?")
     if group.rank == 0:
         scaling(page)
     group.barrier()
-    page.heading("10  Large models, small batches (N1:29, N1:32)?")
     what_a_rank_holds(group, page)
 
 
@@ -121,7 +119,7 @@ def equal_weights(group: Group, page: Page) -> None:
     )
 
 
-# --------------------------------------------------------------------------- 2, 3 the recorded step
+# ------------------------------------------------------------------------- 2, 3.1 the recorded step
 
 
 def six_steps(timelines: list[Timeline], page: Page) -> None:
@@ -194,7 +192,31 @@ def buckets(timelines: list[Timeline], page: Page) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------- 4 traffic
+# -------------------------------------------------------------------------------------- 3.2 overlap
+
+
+def overlap(group: Group, page: Page) -> None:
+    """Show how much of the all-reduces lies under computation, over a ten-gigabit network, by
+    bucket size."""
+    rows = []
+    for name, bucket_bytes in (
+        (size_text(1 << 18), 1 << 18),
+        (size_text(lab.BUCKET), lab.BUCKET),
+        ("one for everything", 1 << 30),
+    ):
+        shares = lab.hidden_shares(group, bucket_bytes)
+        if shares:
+            rows.append([name, *(f"{share:.0%}" for share in shares)])
+    page.table(
+        "Communication hidden behind backward",
+        ["buckets of", *(f"rank {rank}" for rank in range(group.size))],
+        rows,
+        note="each message is held back 50 µs, and 1 s for 1,250 MB: a network that needs no core; "
+        "minidist bench overlap-step has the other strategies beside it",
+    )
+
+
+# -------------------------------------------------------------------------------------- 3.4 traffic
 
 
 def traffic(group: Group, page: Page) -> None:
@@ -234,7 +256,7 @@ def traffic(group: Group, page: Page) -> None:
     )
 
 
-# ----------------------------------------------------------------------------------- 5 uneven parts
+# ----------------------------------------------------------------------------------- 4 uneven parts
 
 
 def uneven_parts(group: Group, page: Page) -> None:
@@ -274,7 +296,7 @@ def uneven_parts(group: Group, page: Page) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ 6 drift
+# ------------------------------------------------------------------------------------------ 5 drift
 
 
 def drift_table(group: Group, page: Page) -> None:
@@ -303,31 +325,7 @@ def drift_table(group: Group, page: Page) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------- 7 overlap
-
-
-def overlap(group: Group, page: Page) -> None:
-    """Show how much of the all-reduces lies under computation, over a ten-gigabit network, by
-    bucket size."""
-    rows = []
-    for name, bucket_bytes in (
-        (size_text(1 << 18), 1 << 18),
-        (size_text(lab.BUCKET), lab.BUCKET),
-        ("one for everything", 1 << 30),
-    ):
-        shares = lab.hidden_shares(group, bucket_bytes)
-        if shares:
-            rows.append([name, *(f"{share:.0%}" for share in shares)])
-    page.table(
-        "Communication hidden behind backward",
-        ["buckets of", *(f"rank {rank}" for rank in range(group.size))],
-        rows,
-        note="each message is held back 50 µs, and 1 s for 1,250 MB: a network that needs no core; "
-        "minidist bench overlap-step has the other strategies beside it",
-    )
-
-
-# -------------------------------------------------------------------------------------- 8 processes
+# -------------------------------------------------------------------------------------- 9 processes
 
 
 def processes(group: Group, page: Page) -> None:
@@ -352,7 +350,7 @@ def processes(group: Group, page: Page) -> None:
         )
 
 
-# ----------------------------------------------------------------------------- 10 what a rank holds
+# ------------------------------------------------------------------------------ 9 what a rank holds
 
 
 def what_a_rank_holds(group: Group, page: Page) -> None:

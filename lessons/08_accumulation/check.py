@@ -11,6 +11,7 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.console import plural
+from minidist.errors import GradientError
 from minidist.grading import Mistake, Result, expect
 from minidist.launch import run
 from minidist.lessons.checking import parity
@@ -23,7 +24,7 @@ from minidist.parallel.step.step import micro_parts, part_of
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES = 11  # rows of every batch: three ranks have 4, 4 and 3
 # (ranks, passes)
-CASES = ((1, 2), (3, 3), (3, 2))
+CASES = ((1, 2), (3, 2), (3, 3))
 STEPS = 2
 LIMIT = 60.0
 
@@ -34,14 +35,20 @@ ANSWERS = {
 }
 """The right code of the holes beyond the plain version."""
 MISTAKES = {
-    "mean of means": "a pass with few rows counts as much as one with many: divide each by "
-    "targets.size: section 2 (hole 2)",
-    "this rank's tokens": "ranks have different numbers of rows: divide by targets.size: "
-    "section 2 (hole 2)",
-    "averaged twice": "{passes} times too small: targets.size has all passes already: "
-    "section 2 (hole 2)",
-    "forgot to zero": "the next batch's gradients are added to this one's: "
-    "optimizer.zero_grad(): section 8 (hole 4)",
+    "mean of means": "a pass with few rows counts as much as one with many: divide every pass by the "
+    "same number of tokens: section 2 (holes 2 to 4)",
+    "this rank's tokens": "ranks have different numbers of rows: divide on every rank by the same "
+    "number of tokens: section 2 (holes 2 to 4)",
+    "averaged twice": "the gradient is {passes} times too small: what the loss was divided by counts "
+    "all passes already: section 2 (holes 2 to 4)",
+    "averaged over the ranks too": "the gradient is {size} times too small: what the loss was divided "
+    "by counts all ranks already: section 2 (holes 2 to 4)",
+    "only the last pass counts": "the gradients of the passes before it are gone: section 1 "
+    "(holes 3 and 4)",
+    "forgot to zero": "the next batch's gradients are added to this one's: section 8 "
+    "(holes 3 and 4)",
+    "nothing was learned": "the weights are those before the first step: in which order are the "
+    "gradients used and removed? section 1 (holes 3 and 4)",
 }
 """{name: advice} of wrong weights; `_serial` makes each of these mistakes in one process."""
 
@@ -72,7 +79,11 @@ class CountedGroup:
         self.calls = 0
 
     def all_reduce(self, *args: Any, **options: Any) -> Any:
-        """As the group's own."""
+        """As the group's own; but a gradient that is not there is named."""
+        if args and args[0] is None:
+            raise GradientError(
+                "there is no gradient to sum: no pass has made one, or it was removed before the sum"
+            )
         self.calls += 1
         return self.group.all_reduce(*args, **options)
 
@@ -93,13 +104,9 @@ def _train(group: Group, exercise: ModuleType, passes: int) -> dict[str, Any]:
     model = new_model(CONFIG)
     counted = CountedGroup(group)
     optimizer = CountedSGD(list(model.parameters()), lr=0.1)
-    exercise.plain_accumulation(
-        model,
-        optimizer,
-        counted,
-        [random_batch(CONFIG, step, SEQUENCES) for step in range(STEPS)],
-        passes,
-    )
+    batches = [random_batch(CONFIG, step, SEQUENCES) for step in range(STEPS)]
+    with np.errstate(all="ignore"):
+        exercise.plain_accumulation(model, optimizer, counted, batches, passes)
     return {
         "weights": weights(model),
         "reduced": counted.calls,
@@ -120,14 +127,19 @@ def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
         for rank in range(size):
             mine = part_of(random_batch(CONFIG, step, SEQUENCES), size=size, rank=rank)
             tokens = SEQUENCES * CONFIG.context
-            for micro in micro_parts(mine, passes):
+            micros = micro_parts(mine, passes)
+            if mistake == "only the last pass counts":
+                micros = list(micros)[-1:]
+            for micro in micros:
                 divisor = {
                     "mean of means": micro.targets.size,
                     "this rank's tokens": mine.targets.size,
                     "averaged twice": tokens * passes,
+                    "averaged over the ranks too": tokens * size,
                 }.get(mistake, tokens)
                 model.loss(micro.inputs, micro.targets, divisor=divisor).backward()
-        optimizer.step()
+        if mistake != "nothing was learned":
+            optimizer.step()
         if mistake != "forgot to zero":
             optimizer.zero_grad()
         else:  # what was summed over the ranks is on each of them, and is summed again
@@ -182,10 +194,23 @@ def _weights(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
         _serial(size, passes),
         [figures["weights"] for figures in ranks],
         "wrong weights",
-        "all passes add up, the ranks' sums are added once, one update: section 1 (holes 2 to 4)",
+        "what does each pass leave, and what does the update need? section 1 (holes 2 to 4)",
         known={
-            mistake: Mistake(partial(_serial, size, passes, mistake), advice.format(passes=passes))
+            mistake: Mistake(
+                partial(_serial, size, passes, mistake), advice.format(passes=passes, size=size)
+            )
             for mistake, advice in MISTAKES.items()
+        },
+        signs={
+            "not a number: what is divided by?": Mistake(
+                not np.isfinite(ranks[0]["weights"]).all(),
+                "how many tokens are that on this rank? section 2 (holes 2 to 4)",
+            ),
+            "the ranks' weights differ": Mistake(
+                any(np.any(one["weights"] != ranks[0]["weights"]) for one in ranks),
+                "each rank updated with another gradient: what must come before the update? section "
+                "1 (holes 3 and 4)",
+            ),
         },
     )
 
@@ -195,13 +220,23 @@ def _traffic(exercise: ModuleType, stage: int, passes: int) -> Result:
     target = elements_sent(1000, ranks=4, zero=stage, accumulate=passes)
     measured = exercise.elements_sent(stage, passes, 1000, 4)
     return expect(
-        f"{['DDP', 'ZeRO-1', 'ZeRO-2', 'ZeRO-3'][stage]}, {passes} passes, 4 ranks, 1000 "
+        f"{['DDP', 'ZeRO-1', 'ZeRO-2', 'ZeRO-3'][stage]}, {passes} pass{'es' * (passes > 1)}, 4 ranks, 1000 "
         "parameters",
         target,
         measured,
         "wrong traffic",
         "which strategy has room to keep a whole gradient until the last pass? section 4 (hole 5)",
-        signs={"the sum of a stage cannot wait": stage >= 2 and measured < target},
+        signs={
+            "in one pass the sum is Ψ(P-1), and to bring it to every rank Ψ(P-1) again": passes == 1
+            and stage < 3,
+            "a whole gradient can wait for the last pass": stage < 2 and measured > target,
+            "the sum of a stage cannot wait": stage == 2 and passes > 1 and measured < target,
+            "updated weights are sent once a step, not in every pass": stage == 2
+            and measured > target,
+            "weights and gradients move in every pass": stage == 3
+            and passes > 1
+            and measured < target,
+        },
         show=lambda count: f"{count} elements",
     )
 

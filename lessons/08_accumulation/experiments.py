@@ -40,6 +40,18 @@ def gradient(batch: Any, passes: int, divisor: str) -> np.ndarray:
     return gradients(model)
 
 
+def gradient_of(values: np.ndarray, batch: Any) -> np.ndarray:
+    """Return the gradient of one batch for these weights, all parameters end to end."""
+    inputs, targets = batch
+    model = new_model(lab.SMALL)
+    first = 0
+    for parameter in model.parameters():
+        parameter.data[...] = values[first : first + parameter.size].reshape(parameter.shape)
+        first += parameter.size
+    model.loss(inputs, targets, divisor=targets.size).backward()
+    return gradients(model)
+
+
 def peaks(config: GPTConfig, rows: int, passes: int) -> dict[str, int]:
     """Return the peaks of one process's step, in bytes by category."""
     with account.use(account.MemoryAccount()) as seen:

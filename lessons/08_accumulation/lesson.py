@@ -47,14 +47,16 @@ def tour(group: Group, page: Page) -> None:
     page.heading("2  What is divided by what")
     if group.rank == 0:
         means(page)
-        page.heading("3  Memory: the activations of one pass")
+    page.heading("3  Memory: the activations of one pass")
+    if group.rank == 0:
         memory(page)
     page.heading("4  Which strategy reduces when")
     traffic(group, page)
+    page.heading("5  Long sequences (N2:419)")
     if group.rank == 0:
-        page.heading("5  Long sequences (N2:419)")
         long_sequences(page)
-        page.heading("6  Is a larger batch worth it? (N1 §2.1)")
+    page.heading("6  Is a larger batch worth it? (N1 §2.1)")
+    if group.rank == 0:
         large_batches(page)
 
 
@@ -276,7 +278,11 @@ def forget_to_zero() -> None:
     for step in range(5):
         inputs, targets = lab.global_batch(lab.SMALL, step)
         model.loss(inputs, targets, divisor=targets.size).backward()
-        print(f"step {step + 1}: the gradient has length {np.linalg.norm(gradients(model)):.3f}")
+        fresh = passing.gradient_of(weights(model), (inputs, targets))
+        print(
+            f"step {step + 1}: the gradient has length {np.linalg.norm(gradients(model)):.3f}; "
+            f"this batch's own {np.linalg.norm(fresh):.3f}"
+        )
         optimizer.step()
 
     def job(group: Group) -> None:
@@ -348,7 +354,7 @@ def step_before_last() -> None:
         error, apart = md.run(job, size=size)[0]
         print(
             f"{size} rank{'s' * (size > 1)}, a step after each of 4 passes: off one step by "
-            f"{error:.1e}, replicas apart by {apart:.1e}"
+            f"{error:.1e}, replicas apart by {apart:.1e}; expected 0 and 0"
         )
 
 

@@ -50,8 +50,8 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     yield from _clipped(exercise)
 
 
-def _trained(loop: Any, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """(the masters, the weights) after STEPS steps of SGD."""
+def _trained(loop: Any, scale: float) -> tuple[np.ndarray, np.ndarray, str]:
+    """(the masters, the weights, the weights' dtype) after STEPS steps of SGD."""
     model = new_model(CONFIG, 3)
     masters = [Parameter(p.data.astype("float32"), name=p.name) for p in model.parameters()]
     batches = []
@@ -63,15 +63,16 @@ def _trained(loop: Any, scale: float) -> tuple[np.ndarray, np.ndarray]:
     return (
         np.concatenate([np.ravel(p.data) for p in masters]),
         np.concatenate([np.ravel(np.asarray(p.data, "float32")) for p in model.parameters()]),
+        str(next(iter(model.parameters())).data.dtype),
     )
 
 
 def _plain(exercise: ModuleType) -> Iterator[Result]:
     """Masters and weights beside the plain version's, where gradients fit and where they
     overflow."""
-    start, drawn = _trained(lambda *_: None, SCALE)
+    start, drawn, half = _trained(lambda *_: None, SCALE)
     for scale, what in ((SCALE, "gradients that fit"), (2.0**40, "gradients that overflow")):
-        (target, rounded), (found, weights) = (
+        (target, rounded, _), (found, weights, dtype) = (
             _trained(loop, scale)
             for loop in (plain_mixed_precision, exercise.plain_mixed_precision)
         )
@@ -79,44 +80,93 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
         yield judge(
             f"{what}: masters after {STEPS} steps",
             right,
-            _show(target),
-            _show(found),
+            *_apart(target, found, "master"),
             "another update",
-            "scale, float32, divide: sections 2 and 3 (holes 1 to 4)",
-            signs=_signs(found - start, target - start, stale=np.array_equal(weights, drawn)),
+            "what is multiplied, converted, divided, and in which order? sections 2 and 3 (holes 1 "
+            "to 4)",
+            signs={
+                f"the model computes with {dtype}": Mistake(
+                    dtype != half, f"its weights were {half}, and must stay so: section 2 (hole 1)"
+                ),
+                **_signs(found - start, target - start, stale=np.array_equal(weights, drawn)),
+            },
         )
         yield Result(
             f"{what}: weights",
             np.array_equal(weights, rounded),
-            _show(rounded),
-            _show(weights),
-            "not the masters, rounded",
-            "p.data[...] = master.data as each step begins: section 2 (hole 1)",
+            *_apart(rounded, weights, "weight"),
+            "not this step's masters, rounded",
+            "the model must compute with the masters of this step: section 2 (hole 1)",
         )
+
+
+def _apart(target: np.ndarray, found: np.ndarray, name: str) -> tuple[str, str]:
+    """Return the two numbers that differ most, with as many digits as it takes."""
+    if found.shape != target.shape:
+        return f"{target.size} numbers", f"{found.size} numbers"
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(found - target)
+    place = int(np.argmax(np.where(np.isnan(gap), np.inf, gap)))
+    return f"{name} {place} is {target[place]:.9g}", f"{name} {place} is {found[place]:.9g}"
 
 
 def _signs(moved: np.ndarray, right: np.ndarray, *, stale: bool) -> Signs:
     """Return the mistakes that the change of the masters can show."""
     far = float(np.linalg.norm(moved))
     due = float(np.linalg.norm(right))
+    turned = float(moved @ right) < 0
     return {
         "updated by an infinite gradient": Mistake(
             not np.isfinite(moved).all(),
             "a step with an infinity or NaN is skipped: section 4 (hole 5)",
         ),
         "the masters did not move": Mistake(
-            due and not far, "they move where all gradients are finite: section 4 (hole 5)"
+            due and not far,
+            "every step was skipped, or every gradient was 0: what is too large, or taken for "
+            "infinite? sections 3 and 4 (holes 1 to 5)",
         ),
-        "divided by a scale that was not there": Mistake(
-            far < 0.01 * due, "backward begins from `scale` times the loss: section 3 (hole 2)"
+        "the masters moved the wrong way": Mistake(
+            turned, "a sign is lost or turned: section 3 (holes 1 to 4)"
+        ),
+        "divided by a scale that was not there, or divided twice": Mistake(
+            far < 0.01 * due,
+            f"the masters moved {far / due if due else 0:.1g} times as far as they should, and the "
+            f"scale is {SCALE:.0f}: where does it come in, where does it go out? section 3 (holes "
+            "1 to 4)",
         ),
         "still scaled": Mistake(
-            far > 100 * due, "first to float32, then divide by the scale: section 3 (holes 2, 4)"
+            far > 100 * due,
+            f"the masters moved {far / due if due else 0:.1g} times as far as they should, and the "
+            f"scale is {SCALE:.0f}: section 3 (holes 2 to 4)",
         ),
-        "not the masters, rounded": Mistake(
-            stale, "p.data[...] = master.data as each step begins: section 2 (hole 1)"
+        "not this step's masters, rounded": Mistake(
+            stale, "the model must compute with the masters of this step: section 2 (hole 1)"
+        ),
+        "nearly right: small numbers are lost, or rounded on the way": Mistake(
+            np.linalg.norm(moved - right) < 0.01 * due,
+            "in which order are they widened and divided? section 3 (holes 1 to 4)",
         ),
     }
+
+
+class _Half(np.ndarray):
+    """A float16 gradient that notes whether it is divided before it is widened."""
+
+    divided = False
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """As an array's own."""
+        halves = [one for one in inputs if isinstance(one, _Half) and one.dtype == np.float16]
+        if ufunc is np.true_divide and halves:
+            _Half.divided = True
+        bare = [np.asarray(one) if isinstance(one, _Half) else one for one in inputs]
+        options = {
+            name: tuple(np.asarray(one) for one in value) if name == "out" else value
+            for name, value in options.items()
+        }
+        found = getattr(ufunc, method)(*bare, **options)
+        # what is still of two bytes is still watched
+        return found.view(_Half) if isinstance(found, np.ndarray) else found
 
 
 class _Given:
@@ -138,7 +188,7 @@ class _Given:
     def backward(self, dy: Any) -> None:
         """Leave the gradients, times `dy`."""
         for p, gradient in zip(self.weights, self.true, strict=True):
-            p.grad = (gradient * float(dy)).astype(np.float16)
+            p.grad = (gradient * float(dy)).astype(np.float16).view(_Half)
 
     def item(self) -> float:
         """No loss."""
@@ -159,6 +209,7 @@ def _few_numbers(exercise: ModuleType) -> Iterator[Result]:
     ids = np.zeros((1, 2), int)
     for name, (true, moves) in cases.items():
         model = _Given(true)
+        _Half.divided = False
         masters = [Parameter(np.zeros(3, np.float32), name=p.name) for p in model.weights]
         with np.errstate(all="ignore"):
             exercise.plain_mixed_precision(model, masters, SGD(masters, 1.0), [(ids, ids)], SCALE)
@@ -167,13 +218,30 @@ def _few_numbers(exercise: ModuleType) -> Iterator[Result]:
         right = bool(np.allclose(found, target, rtol=2e-3, atol=0))
         if moves:
             mistake = "small numbers are lost"
-            advice = "to float32 first, then divide by the scale: section 3 (holes 3, 4)"
+            advice = "in which order are they widened and divided? section 3 (holes 3, 4)"
         else:
             mistake = "updated by an infinite gradient"
             advice = "one number of one gradient is enough to skip the step: section 4 (hole 5)"
         yield Result(
             f"{name}: masters after a step", right, _few(target), _few(found), mistake, advice
         )
+        if moves:
+            yield expect(
+                "what is divided",
+                "float32",
+                "float16" if _Half.divided else "float32",
+                "divided while it has two bytes",
+                "NumPy widens it here because the scale is a float32; divided by a Python number, or "
+                "on another library, small numbers would be lost: section 3 (holes 3, 4)",
+            )
+            yield expect(
+                "gradients of the masters",
+                "float32",
+                str(np.asarray(masters[0].grad).dtype),
+                "not the masters' own dtype",
+                "masters are float32, and so are the gradients that update them: section 2 (holes "
+                "3, 4)",
+            )
 
 
 def _few(values: np.ndarray) -> str:
@@ -202,19 +270,41 @@ def _overflowed(exercise: ModuleType) -> Iterator[Result]:
     for rank, value, place, name in cases:
         answers = [answer for answer, _ in run(ask, rank, value, place, size=2, limit=LIMIT)]
         target = [rank < 2, rank < 2]
-        advice = "not finite covers all three; and every rank must hear of it: sections 4, 6"
+        where = "none" if rank == 2 else ["the first", "the second", "the third"][place]
+        seen = (
+            f"which values are not finite, and in which gradients? Here {where} has one: section 4 "
+            "(hole 6)"
+        )
         yield expect(
             f"overflow on: {name}",
             target,
             answers,
-            "it was not seen" if target[0] else "an overflow where there is none",
-            f"{advice} (hole 6)",
+            "no rank says so" if target[0] else "an overflow where there is none",
+            "what does a rank see of its own gradients, and what do the ranks make of each other's "
+            "answers? sections 4 and 6 (holes 6, 7)",
             known={
-                "only the rank that overflowed knows: the other goes on alone": Mistake(
-                    [rank == 0, rank == 1], f"{advice} (hole 7)"
+                "only the rank that overflowed knows: the other continues without it": Mistake(
+                    [rank == 0, rank == 1],
+                    "both ranks must get the same answer: section 6 (hole 7)",
                 )
             },
+            signs={
+                "it was not seen": Mistake(
+                    target[0] and _alone(exercise, fine, value, place) is False, seen
+                ),
+            },
         )
+
+
+def _alone(exercise: ModuleType, fine: list[np.ndarray], value: float, place: int) -> bool:
+    """Return what one rank alone says of gradients with one such value."""
+
+    def ask(group: Group) -> bool:
+        gradients = [gradient.copy() for gradient in fine]
+        gradients[place].flat[1] = value
+        return bool(exercise.Scaler(1.0, 1).overflowed(gradients, group))
+
+    return run(ask, size=1, limit=LIMIT)[0]
 
 
 def _scale(exercise: ModuleType) -> Result:
@@ -236,10 +326,16 @@ def _scale(exercise: ModuleType) -> Result:
         target,
         found,
         "another way",
-        "good steps in a row: back to 0 after an overflow and after a doubling: section 4 (hole 8)",
+        "overflows are in steps 2 and 7 (from 0), patience is 3: follow the count of good steps: "
+        "section 4 (hole 8)",
         signs={
             "no halving at an overflow": found[2] > target[2],
+            "more than halved at an overflow": found[2] < target[2],
             "good steps before the overflow still count": found[3] > target[3],
+            "the skipped step counts as a good one": found[4] > target[4],
+            "more than doubled after 3 good steps": found[5] > target[5],
+            "no doubling after 3 good steps": max(found[5:7]) < target[5],
+            "doubled only after more than 3 good steps": found[5] < target[5],
             "good steps are not counted anew after a doubling": found[6] > target[6]
             or found[13] < target[13],
         },
@@ -250,20 +346,20 @@ def _clipped(exercise: ModuleType) -> Iterator[Result]:
     """The factor on two ranks, beside the library's; a gradient that is short enough stays."""
     for clip, what in ((CLIP, "long"), (100.0, "short")):
 
-        def factors(group: Group, clip: float = clip) -> tuple[float, float, float]:
+        def factors(group: Group, clip: float = clip) -> tuple[float, ...]:
             draw = np.random.default_rng(group.rank)
             gradients = [draw.normal(size=6).astype(np.float16) * np.float16(SCALE)]
-            norm = float(
-                np.sum(
-                    group.all_gather(
-                        np.array([float(np.sum(np.square(gradients[0], dtype=np.float64)))])
-                    )
-                )
-            )
+            squares = float(np.sum(np.square(gradients[0], dtype=np.float64)))
+            norm = float(np.sum(group.all_gather(np.array([squares])))) ** 0.5
             mine = exercise.clip_factor(gradients, SCALE, group, clip)
-            return clip_scale(norm**0.5 / SCALE, clip), float(mine), clip_scale(norm**0.5, clip)
+            wrong = (norm, squares**0.5 / SCALE, (norm / SCALE) ** 2, norm * SCALE)
+            return (
+                clip_scale(norm / SCALE, clip),
+                float(mine),
+                *(clip_scale(length, clip) for length in wrong),
+            )
 
-        target, mine, scaled = run(factors, size=2, limit=LIMIT)[0]
+        target, mine, scaled, own, squared, twice = run(factors, size=2, limit=LIMIT)[0]
         yield expect(
             f"clip factor of a {what} gradient",
             target,
@@ -272,16 +368,14 @@ def _clipped(exercise: ModuleType) -> Iterator[Result]:
             "clip bounds the true gradient: section 7 (hole 9)",
             known={
                 "clipped while still scaled: the step is the scale times too short": scaled,
+                "this rank's gradients only": own,
+                "the square of the norm": squared,
+                "scaled once more, not unscaled": twice,
                 "not clipped": 1.0,
             },
             same=partial(np.isclose, rtol=1e-4),
             show="{:.5f}".format,
         )
-
-
-def _show(values: np.ndarray) -> str:
-    """The first numbers."""
-    return " ".join(f"{float(value):.5f}" for value in values[:3])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 python lessons/09_mixed_precision/lesson.py
 mpirun -n 4 python lessons/09_mixed_precision/lesson.py            # sections 5 and 6 on real ranks
-python lessons/09_mixed_precision/lesson.py --break no-scale       # see README.md, section 8
+python lessons/09_mixed_precision/lesson.py --break no-scale       # see README.md, section 9
 """
 
 from pathlib import Path
@@ -35,21 +35,24 @@ lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "09")
 
 def tour(group: Group, page: Page) -> None:
     """Run the lesson: sections 5 and 6 on all ranks, the others only on rank 0."""
+    page.heading("1  What a number can be")
     if group.rank == 0:
-        page.heading("1  What a number can be")
         formats(page)
-        page.heading("2  The notes' five steps (N3:65), by hand and by the library")
+    page.heading("2  The notes' five steps (N3:65), by hand and by the library")
+    if group.rank == 0:
         five_steps(page)
-        page.heading("3  Where a model's gradients lie, and what float16 makes of them")
+    page.heading("3  Where a model's gradients lie, and what float16 makes of them")
+    if group.rank == 0:
         lost_gradients(page)
-        page.heading("4  A scale that finds itself")
+    page.heading("4  A scale that adjusts itself")
+    if group.rank == 0:
         scale_table(page)
     page.heading("5  Bytes a parameter, and bytes that travel")
     held_and_sent(group, page)
     page.heading("6  One rank overflows: all skip")
     overflow_on_one(group, page)
+    page.heading("7  Passes added up in two bytes")
     if group.rank == 0:
-        page.heading("7  Passes added up in two bytes")
         passes_added(page)
 
 
@@ -309,8 +312,8 @@ def overflow_on_one(group: Group, page: Page) -> None:
         "fp16 under ZeRO-2; the last rank's loss is 2^40 times too large in step 1",
         ["step", "loss", "masters", "scale after", "updates so far"],
         rows,
-        note="one number goes round in any case, for clipping: the sum of squares; infinite, it "
-        "is the news",
+        note="the ranks share one number in any case, for clipping: the sum of squares; an "
+        "overflow on any rank makes it infinite on all",
     )
 
 
@@ -354,8 +357,8 @@ def no_scale() -> None:
         found = lab.gradients_of(dtype, scale, lab.MANY)[present]
         error = np.linalg.norm(found / scale - full[present]) / np.linalg.norm(full[present])
         print(
-            f"{name}: {np.mean(found == 0):.1%} of the gradients are zero; all together are off "
-            f"by {error:.1%}"
+            f"{name}: {np.mean(found == 0):.1%} of the gradients are zero, expected none; all "
+            f"together are off float32's by {error:.1%}"
         )
 
 

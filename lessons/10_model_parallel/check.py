@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd import ops
-from minidist.autograd.tensor import Parameter, tensor
+from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.comm.group import Group
 from minidist.console import plural
 from minidist.grading import Result, expect, sent_since, totals
@@ -42,10 +42,14 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
             target,
             measured,
             "another order",
-            "rank × each, and one more for each larger rank before: section 2 (hole 1)",
+            "count the layers of all ranks before; some of these ranks have one more (hole 1)",
             signs={
-                "a layer has two ranks": len(set(flat)) < len(flat),
-                "a layer has no rank": set(flat) != set(range(layers)),
+                f"layer {min(flat, key=lambda layer: -flat.count(layer))} has two ranks": len(
+                    set(flat)
+                )
+                < len(flat),
+                f"a layer has no rank: {sorted(set(range(layers)) - set(flat))[:1]}": set(flat)
+                != set(range(layers)),
             },
         )
     for size in (1, 2, 4):
@@ -69,8 +73,43 @@ def _stack() -> tuple[list[Parameter], list[Any], np.ndarray]:
     )
 
 
-def _job(group: Group, exercise: ModuleType) -> dict[str, Any]:
+class Watched:
+    """A group that notes what a rank sends, and what its layers get.
+
+    All else is the group's own.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.sent = list[tuple[Any, int]]()
+        self.inputs = list[Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def send(self, x: Any, dst: int) -> None:
+        """Note x, and send it."""
+        self.sent.append((x, dst))
+        self.group.send(x, dst=dst)
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield what is wrong with the rank's own input, and with what it sent."""
+        rank = self.group.rank
+        for x in self.inputs if rank else ():
+            if not isinstance(x, Tensor):
+                yield f"rank {rank}'s layers get an array, which has no tape: backward ends nowhere"
+            elif not x.requires_grad:
+                yield f"rank {rank}'s layers get a tensor that takes no gradient"
+        for x, dst in self.sent:
+            if x is None:
+                yield f"rank {rank} sends None to rank {dst}: that tensor has no gradient"
+            elif isinstance(x, Tensor):
+                yield f"rank {rank} sends a tensor to rank {dst}; arrays travel, tapes stay"
+
+
+def _job(group: Group, exercise: ModuleType, watched: dict[int, Watched]) -> dict[str, Any]:
     """What a rank finds: its weights' gradients, the loss on the last, and what it sent."""
+    watched[group.rank] = Watched(group)
     weights, blocks, batch = _stack()
     mine = exercise.layers_of(group.rank, group.size, LAYERS)
     chosen = [blocks[layer] for layer in mine]
@@ -78,6 +117,7 @@ def _job(group: Group, exercise: ModuleType) -> dict[str, Any]:
     losses: list[float] = []
 
     def layers(x: Any, *_: Any) -> Any:
+        watched[group.rank].inputs.append(x)
         for block in chosen:
             x = block(x)
         if group.rank < group.size - 1:
@@ -86,7 +126,7 @@ def _job(group: Group, exercise: ModuleType) -> dict[str, Any]:
         losses.append(loss.item())
         return loss
 
-    exercise.plain_model_parallel(layers, group, tensor(batch), None, 1)
+    exercise.plain_model_parallel(layers, watched[group.rank], tensor(batch), None, 1)
     return {
         "loss": losses[0] if losses else None,
         "bytes": sent_since(group.ledger, before)[1],
@@ -96,6 +136,27 @@ def _job(group: Group, exercise: ModuleType) -> dict[str, Any]:
     }
 
 
+def _all_mistakes(watched: dict[int, Watched]) -> Iterator[str]:
+    """Yield the mistakes that the ranks show, from rank 0."""
+    for _, rank in sorted(watched.items()):
+        yield from rank.mistakes()
+
+
+def _how_wrong(found: dict[int, np.ndarray], weights: list[Parameter]) -> str:
+    """Return how the last layer whose gradient is wrong differs, in words."""
+    for layer in reversed(range(LAYERS)):
+        right = np.asarray(weights[layer].grad)
+        if layer not in found:
+            return f"layer {layer} has no gradient"
+        if np.allclose(found[layer], right, rtol=1e-10):
+            continue
+        factor = float((found[layer] * right).sum() / (right * right).sum())
+        if np.allclose(found[layer], factor * right, rtol=1e-8):
+            return f"layer {layer}'s gradient is {factor:.3g} times the right one"
+        return f"layer {layer}'s gradient is another one; the last rank's are right"
+    return ""
+
+
 def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
     weights, blocks, batch = _stack()
     y = tensor(batch)
@@ -103,22 +164,40 @@ def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
         y = block(y)
     loss = ops.sum(y * y)
     loss.backward()
-    ranks = on_ranks(
-        _job,
-        exercise,
-        size=size,
-        task=f"a step on {plural(size, 'rank')} ends",
-        target="every rank returns",
-        mistake="the ranks wait for each other",
-        advice="activations forth, gradients back: section 1",
-    )
+    watched = dict[int, Watched]()
+    try:
+        ranks = on_ranks(
+            _job,
+            exercise,
+            watched,
+            size=size,
+            task=f"a step on {plural(size, 'rank')} ends",
+            target="every rank returns",
+            mistake="the ranks wait for each other",
+            advice="each send needs its recv, on the rank it goes to: section 1",
+        )
+    # whatever the student's code raises, the ranks show what they sent and got
+    except Exception as error:
+        if (wrong := next(_all_mistakes(watched), None)) is None:
+            raise
+        yield Result(
+            f"a step on {plural(size, 'rank')} ends",
+            False,
+            "every rank returns",
+            type(error.__cause__ or error).__name__,
+            wrong,
+            "which tensor begins this rank's tape, and what has it after backward? section 1",
+        )
+        return
     yield Result(
         f"loss, {plural(size, 'rank')}",
         abs(ranks[-1]["loss"] - loss.item()) < 1e-12,
         f"{loss.item():.6f}",
         f"{ranks[-1]['loss']:.6f}",
-        "another loss",
-        "what came is this rank's input (holes 2, 3)",
+        next(
+            _all_mistakes(watched), "the last rank's layers did not get the output of those before"
+        ),
+        "what does a rank send, and what do the next rank's layers get? section 1 (holes 2, 3)",
     )
     found = dict(pair for rank in ranks for pair in rank["gradients"])
     right = sum(
@@ -129,9 +208,9 @@ def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
         f"layers with the right gradient, {plural(size, 'rank')}",
         LAYERS,
         right,
-        "the first ranks got no right gradient: it must be handed back",
-        "y.backward(what came), then send x.grad: section 1 (holes 4, 5)",
-        known={"no gradient is right": 0},
+        _how_wrong(found, weights),
+        "the gradient of one rank's input is the gradient of the output of the rank before: section "
+        "1 (holes 4, 5)",
     )
     yield expect(
         f"bytes sent, {plural(size, 'rank')}",
@@ -155,11 +234,20 @@ def _formulas(exercise: ModuleType) -> Iterator[Result]:
             target,
             measured,
             "another number",
-            "2 B T h (p-1) elements: section 4 (hole 6)",
+            "count: cuts × arrays that cross a cut × numbers in an array × bytes of a number: section "
+            "4 (hole 6)",
             known={
-                "p ranks have p - 1 cuts": 2 * ranks * sequences * 16 * 32 * 4,
-                "there and back": target // 2,
-                "elements are not bytes": target // 4,
+                f"{plural(ranks, 'rank')}, {plural(ranks - 1, 'cut')}": 2
+                * ranks
+                * sequences
+                * 16
+                * 32
+                * 4,
+                "one direction only; activations go there, gradients come back": target // 2,
+                "elements, not bytes": target // 4,
+                "one sequence, not the batch": target // sequences,
+                "one cut, not all": target // max(1, ranks - 1),
+                "one token, not all": target // 16,
             },
         )
     for times in ([1.0, 1.0, 1.0, 1.0], [1.0, 3.0], [2.0]):
@@ -168,8 +256,15 @@ def _formulas(exercise: ModuleType) -> Iterator[Result]:
             1 - 1 / len(times),
             exercise.idle(times),
             "another number",
-            "computing sum(times), of p × sum(times): section 3 (hole 7)",
-            known={"that is how long the slowest waits": 1 - max(times) / sum(times)},
+            "one rank computes at a time: how long is the step, and what part of it does a rank "
+            "compute, on average? section 3 (hole 7)",
+            known={
+                "that is what the slowest rank waits": 1 - max(times) / sum(times),
+                "that is the share in which they compute": 1 / len(times),
+                "the step is longer than its slowest rank": 1
+                - sum(times) / (len(times) * max(times)),
+                "seconds, not a share": (len(times) - 1) * sum(times),
+            },
             same=partial(isclose, abs_tol=1e-9),
             show="{:.3f}".format,
         )

@@ -14,7 +14,7 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.comm.group import Group
 from minidist.console import plural
-from minidist.errors import ScheduleError
+from minidist.errors import GradientError, ScheduleError
 from minidist.grading import Result, expect
 from minidist.lessons.checking import on_ranks
 from minidist.parallel.pipeline.instructions import (
@@ -62,6 +62,41 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield from _formulas(exercise, ranks, microbatches)
 
 
+class _Named:
+    """A group that names what cannot be sent; all else is the group's own."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def send(self, x: Any, dst: int) -> None:
+        """Send x."""
+        if x is None:
+            raise GradientError(
+                f"there is nothing to send to rank {dst}: that tensor has no gradient; with which "
+                "tensor did this stage's tape begin, and what was kept of it?"
+            )
+        self.group.send(x, dst=dst)
+
+
+def _how_wrong(found: list[Any], target: list[np.ndarray]) -> str:
+    """Return how the last stage whose gradient is wrong differs, in words."""
+    for stage in reversed(range(len(target))):
+        mine = found[stage]
+        right = target[stage]
+        if mine is None:
+            return f"stage {stage} has no gradient"
+        if np.allclose(mine, right):
+            continue
+        factor = float((mine * right).sum() / (right * right).sum())
+        if np.allclose(mine, factor * right):
+            return f"stage {stage}'s gradient is {factor:.3g} times the right one"
+        return f"stage {stage}'s gradient is another one"
+    return ""
+
+
 def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
     """One matrix a stage, three microbatches: its gradient beside one process's."""
     draw = np.random.default_rng(ranks)
@@ -76,7 +111,7 @@ def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
         weight = Parameter(drawn[group.rank], name="w")
         exercise.plain_gpipe(
             lambda x, *_: forward(x, weight, last=group.rank == ranks - 1),
-            group,
+            _Named(group),
             [(tensor(rows), None) for rows in batch],
             1,
         )
@@ -99,7 +134,7 @@ def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
         task=task,
         target="every rank returns",
         mistake="the ranks wait for each other",
-        advice="each backward takes one gradient and hands one on: section 1 (holes 1 to 3)",
+        advice="each receive needs its send, on the stage it names: section 1 (holes 1 to 3)",
     )
     same = [
         mine is not None and np.allclose(mine, right)
@@ -109,9 +144,9 @@ def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
         task,
         [True] * ranks,
         same,
-        "another gradient",
-        "keep each microbatch's input and output; backward begins from what the next stage "
-        "sends: section 1 (holes 1 to 3)",
+        _how_wrong(found, target),
+        "what does a stage's backward begin with, and what does the stage before it get? section 1 "
+        "(holes 1 to 3)",
         signs={
             "nothing was kept for backward": found[-1] is None,
             "the backward of one microbatch alone": lambda: any(
@@ -129,7 +164,8 @@ def _ahead(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Resu
         target,
         measured,
         "other numbers",
-        "stages after this one: section 3 (hole 4)",
+        "follow the figure's 1F1B: what does each rank do before its first backward? section 3 "
+        "(hole 4)",
         known={
             "that is the first stage's number for all": [min(ranks - 1, microbatches)] * ranks,
             "that is GPipe: all forwards first": [microbatches] * ranks,
@@ -204,6 +240,8 @@ def _messages(exercise: ModuleType) -> Iterator[Result]:
                     target is None
                 ),
                 "it would use what has not come": measured is None,
+                "another microbatch's message": getattr(measured, "microbatch", None)
+                != getattr(target, "microbatch", None),
                 f"a {kind} needs the other kind of message": type(target) is not type(measured),
             },
         )
@@ -220,8 +258,14 @@ def _formulas(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[R
         clock_of(right).bubble,
         exercise.bubble(ranks, microbatches),
         "another number",
-        "what the checker's clock finds: section 3 (hole 9)",
+        "for how long does a rank compute, for how long does it wait, and what is the whole? section "
+        "3 (hole 9)",
         known={
+            "that is the share in which a rank computes": microbatches / (microbatches + ranks - 1),
+            "p stages, one of which does not wait for itself": ranks / (microbatches + ranks - 1),
+            "the whole step is shorter than that": (ranks - 1) / (microbatches + ranks),
+            "microbatches and ranks changed places": (microbatches - 1)
+            / (microbatches + ranks - 1),
             "that is idle time over busy time; the bubble is over all of it": (
                 (ranks - 1) / microbatches
             ),
@@ -235,7 +279,19 @@ def _formulas(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[R
         peak_held(right),
         [exercise.held(rank, ranks, microbatches) for rank in range(ranks)],
         "not what the list holds",
-        "min(m, p - stage): section 4 (hole 10)",
+        "a microbatch is held from its forward to its backward: count the forwards before each "
+        "rank's first backward: section 4 (hole 10)",
+        known={
+            "that is GPipe, which holds all": [microbatches] * ranks,
+            "that is the first rank's number for all": [min(microbatches, ranks)] * ranks,
+            "the other way round: the last rank holds least": [
+                min(microbatches, rank + 1) for rank in range(ranks)
+            ],
+            "the one in work is held, too": [
+                min(microbatches, ranks - 1 - rank) for rank in range(ranks)
+            ],
+            "more than there are microbatches": [ranks - rank for rank in range(ranks)],
+        },
     )
 
 

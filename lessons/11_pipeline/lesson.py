@@ -67,11 +67,11 @@ def tour(group: Group, page: Page) -> None:
     activations(group, page)
     page.heading("5  Traffic")
     traffic(group, page)
-    page.heading("6  The notes' chart (N2:201)")
+    page.heading("6  PipeDream: an update for each microbatch")
+    pipedream(group, page)
+    page.heading("9  The notes' chart (N2:201)")
     if group.rank == 0:
         notes_chart(page)
-    page.heading("7  PipeDream: an update for each microbatch")
-    pipedream(group, page)
 
 
 # --------------------------------------------------------------------------------------- 1 equality
@@ -286,34 +286,7 @@ def traffic(group: Group, page: Page) -> None:
     )
 
 
-# ------------------------------------------------------------------------------- 6 the notes' chart
-
-
-def notes_chart(page: Page) -> None:
-    """Compare the notes' chart as drawn with the same order in which each waits for what it
-    needs."""
-    spans = lab.notes_spans()
-    drawn = Clock(4, tuple(spans))
-    right = clock_of(of_orders("the notes' order", lab.orders_of(spans)), lab.Times(2.0, 2.0))
-    rows = [
-        ["as drawn", f"{drawn.length:g}", f"{drawn.bubble:.0%}", len(broken(spans))],
-        [
-            "the same order, each waiting for what it needs",
-            f"{right.length:g}",
-            f"{right.bubble:.0%}",
-            len(broken(right.spans)),
-        ],
-    ]
-    page.table(
-        "The chart of N2:201: GPipe, 4 stages, 4 microbatches, F = B = 2",
-        ["", "length", "bubble", "dependencies broken"],
-        rows,
-    )
-    for line in lab.as_text(right, cell=2.0):
-        page.say(f"    {line}")
-
-
-# -------------------------------------------------------------------------------------- 7 PipeDream
+# -------------------------------------------------------------------------------------- 6 PipeDream
 
 
 def pipedream(group: Group, page: Page) -> None:
@@ -370,6 +343,33 @@ def pipedream(group: Group, page: Page) -> None:
         note="not the same training: more updates, each from one sequence, with weights that "
         "are a little old",
     )
+
+
+# ------------------------------------------------------------------------------- 9 the notes' chart
+
+
+def notes_chart(page: Page) -> None:
+    """Compare the notes' chart as drawn with the same order in which each waits for what it
+    needs."""
+    spans = lab.notes_spans()
+    drawn = Clock(4, tuple(spans))
+    right = clock_of(of_orders("the notes' order", lab.orders_of(spans)), lab.Times(2.0, 2.0))
+    rows = [
+        ["as drawn", f"{drawn.length:g}", f"{drawn.bubble:.0%}", len(broken(spans))],
+        [
+            "the same order, each waiting for what it needs",
+            f"{right.length:g}",
+            f"{right.bubble:.0%}",
+            len(broken(right.spans)),
+        ],
+    ]
+    page.table(
+        "The chart of N2:201: GPipe, 4 stages, 4 microbatches, F = B = 2",
+        ["", "length", "bubble", "dependencies broken"],
+        rows,
+    )
+    for line in lab.as_text(right, cell=2.0):
+        page.say(f"    {line}")
 
 
 # ----------------------------------------------------------------------------------------- Break it

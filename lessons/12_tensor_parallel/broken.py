@@ -1,4 +1,4 @@
-"""Run the experiments of section 7: each makes one mistake and shows its result."""
+"""Run the experiments of section 8: each makes one mistake and shows its result."""
 
 from functools import partial
 from typing import Any

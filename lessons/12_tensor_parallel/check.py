@@ -70,8 +70,13 @@ def _columns(exercise: ModuleType, heads: int, rank: int, size: int) -> Result:
         target,
         ours,
         "other columns",
-        "heads × width columns of queries, then keys, then values: section 2 (holes 1, 2)",
+        f"a head has {width} columns among the queries, {width} among the keys and {width} among the "
+        "values: section 2 (holes 1, 2)",
         known={
+            "three times the queries": target[: len(target) // 3] * 3,
+            "another rank's heads": np.concatenate(
+                head_columns(heads, heads, width, head_shares(heads, heads, size))[0]
+            ).tolist(),
             "a head lies on two ranks": straddling,
             "keys and values are missing: the matrix was cut as one": one_matrix,
         },
@@ -79,6 +84,12 @@ def _columns(exercise: ModuleType, heads: int, rank: int, size: int) -> Result:
             "head numbers, not columns": len(ours) == 3 * len(head_by_head),
             "queries alone": len(ours) == len(target) // 3,
             "in another order": sorted(ours) == sorted(target),
+            f"no keys, or no values: the keys begin at column {heads * width}": not any(
+                heads * width <= column < 2 * heads * width for column in ours
+            )
+            or not any(2 * heads * width <= column for column in ours),
+            "a column twice": len(set(ours)) < len(ours),
+            "columns are missing": set(ours) < set(target),
         },
     )
 
@@ -124,6 +135,9 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
     own = ranks[0]["own"]
     bias = w["bias"]
     part = np.maximum(w["x"] @ w["up"][:, own], 0) @ w["down"][own]
+    parts = [
+        np.maximum(w["x"] @ w["up"][:, rank["own"]], 0) @ w["down"][rank["own"]] for rank in ranks
+    ]
     y = whole.data
     yield _same(
         f"y on {plural(size, 'rank')}",
@@ -135,8 +149,11 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
             "the bias is missing": y - bias,
             "summands are not added up": part + bias,
             "a mean, not a sum": (y - bias) / size + bias,
+            "the largest of the ranks' summands, not their sum": np.max(parts, axis=0) + bias,
+            "neither summands added up nor the bias": part,
         },
-        "add up, then the bias once: section 1 (hole 3)",
+        "is a rank's product a part of y, or a summand? And how often may the bias be in y? section "
+        "1 (hole 3)",
     )
     inner = (w["dy"] @ w["down"][own].T) * (w["x"] @ w["up"][:, own] > 0)
     dx = leaf["x"].grad
@@ -149,8 +166,17 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
         {
             "f forgotten: this rank's columns alone": inner @ w["up"][:, own].T,
             "a mean, not a sum": dx / size,
+            "relu's gradient is missing": w["dy"] @ w["down"].T @ w["up"].T,
+            "the largest of the ranks' gradients, not their sum": np.max(
+                [
+                    (w["dy"] @ w["down"][rank["own"]].T * (w["x"] @ w["up"][:, rank["own"]] > 0))
+                    @ w["up"][:, rank["own"]].T
+                    for rank in ranks
+                ],
+                axis=0,
+            ),
         },
-        "each rank's columns used the same x, so its gradients add up: section 1 (hole 5)",
+        "every rank's columns used the same x: what is x's gradient, then? section 1 (hole 5)",
     )
     yield _same(
         f"gradient of the bias on {plural(size, 'rank')}",
@@ -160,8 +186,12 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
         {
             "counted P times": leaf["bias"].grad * size,
             "this is dy, not its sum over the rows": w["dy"],
+            "a mean over the rows": leaf["bias"].grad / ROWS,
+            "divided by the ranks": leaf["bias"].grad / size,
+            "one number, not one for each of the bias's": np.asarray(w["dy"].sum()),
+            "summed over the wrong dim": w["dy"].sum(axis=1),
         },
-        "dy is whole and equal on every rank: nothing to add up between ranks (hole 6)",
+        "each number of the bias was added to every row, on every rank alike: section 1 (hole 6)",
     )
     for name in ("up", "down"):
         grads = [
@@ -177,7 +207,8 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
             "that of the own part",
             "equal" if right else "another",
             "not that of the own rows" if name == "down" else "inner or dy was changed on the way",
-            "dy is whole on every rank, so the own rows' gradient is complete: section 1 (hole 4)"
+            "these rows are on this rank only, and dy is whole: what of their gradient could another "
+            "rank have? section 1 (hole 4)"
             if name == "down"
             else "leave what is given unchanged (hole 3)",
         )
@@ -238,7 +269,7 @@ class WatchedGroup:
 def _run_loss(group: Group, exercise: ModuleType) -> list[tuple[float, int]]:
     """The student's loss of small and of huge logits, and how much travelled."""
     results = []
-    for scale in (1.0, 400.0):
+    for scale in (1.0, 4000.0):
         logits, targets = _logits(scale)
         own = np.array_split(np.arange(VOCABULARY), group.size)[group.rank]
         watched = WatchedGroup(group)
@@ -259,7 +290,7 @@ def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
     """Beside the library's, of the whole vocabulary."""
     on = f"on {plural(size, 'rank')}"
     for number, (name, scale) in enumerate(
-        (("loss", 1.0), ("loss of logits in the thousands", 400.0))
+        (("loss", 1.0), ("loss of logits in the ten thousands", 4000.0))
     ):
         target = ops.cross_entropy(*_logits(scale)).item()
         ours = [rank[number][0] for rank in ranks]
@@ -270,11 +301,16 @@ def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
             f"{target:.6f}",
             f"{ours[0]:.6f}",
             "all agree on another number",
-            "maximum by 'max', sum and target by sum: section 5 (holes 7, 8, 9)",
+            "which of the three numbers of a token does a rank know only in part? section 5 (holes "
+            "7, 8, 9)",
             signs={
                 "exp overflows, or vanishes: take each token's own largest logit, of all ranks, "
                 "off first": not np.isfinite(ours).all(),
-                "ranks disagree: something was not added up": len(set(np.round(ours, 9))) > 1,
+                "ranks disagree: something was not joined": len(set(np.round(ours, 9))) > 1,
+                **{
+                    mistake: not right and np.isclose(ours[0], wrong, rtol=1e-9)
+                    for mistake, wrong in _wrong_losses(*_logits(scale), size).items()
+                },
             },
         )
     if size > 1:
@@ -285,6 +321,35 @@ def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
             "more travels than maximum, sum and target",
             "section 5 (holes 7, 8, 9)",
         )
+
+
+def _wrong_losses(logits: np.ndarray, targets: np.ndarray, size: int) -> dict[str, float]:
+    """Return the losses that known mistakes give, by name."""
+    parts = [logits[:, own] for own in np.array_split(np.arange(VOCABULARY), size)]
+    highest = logits.max(axis=1)
+    target = np.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    others_have_0 = np.maximum(target, 0) if size > 1 else target
+    with np.errstate(all="ignore"):
+        sums = [np.exp(part - highest[:, None]).sum(axis=1) for part in parts]
+        means = [np.exp(part - highest[:, None]).mean(axis=1) for part in parts]
+        total = np.log(np.sum(sums, axis=0))
+        tokens = {
+            "exp of the logits themselves: the largest was not taken off": np.log(
+                np.exp(logits).sum(axis=1)
+            )
+            + highest
+            - target,
+            "the largest rank's sum of exp, not that of all": np.log(np.max(sums, axis=0))
+            + highest
+            - target,
+            "a mean over the ids, not a sum": np.log(np.sum(means, axis=0)) + highest - target,
+            "the target's logit is divided by the ranks": total + highest - target / size,
+            "a target's logit below 0 is lost: the other ranks have 0": total
+            + highest
+            - others_have_0,
+            "the target's logit has the wrong sign": total + highest + target,
+        }
+        return {name: float(np.mean(losses)) for name, losses in tokens.items()}
 
 
 # ------------------------------------------------------------------------------------------ traffic
@@ -303,13 +368,16 @@ def _traffic(exercise: ModuleType, blocks: int, tokens: int, width: int, ranks: 
         target,
         exercise.numbers_sent(blocks, tokens, width, ranks),
         "wrong traffic",
-        "2 all-reduces forward, 2 backward: section 4 (hole 10)",
+        "how many all-reduces has a block, of how many numbers, and what do all ranks of a ring send "
+        "for one? section 4 (hole 10)",
         known={
             "of one rank": target // ranks,
             "that is with blocks computed again": target // 2 * 3,
             "one all-reduce a block": target // 4,
             "numbers of a message, not sent": target // (2 * (ranks - 1)),
             "forward or backward alone": target // 2,
+            "a ring of P ranks has P - 1 steps each way": target // (ranks - 1) * ranks,
+            "one block, not all": target // blocks,
         },
     )
 

@@ -2,7 +2,7 @@
 
 mpirun -n 4 python lessons/12_tensor_parallel/lesson.py
 python lessons/12_tensor_parallel/lesson.py                     # no launcher: four threads
-python lessons/12_tensor_parallel/lesson.py --break no-f        # see README.md, section 7
+python lessons/12_tensor_parallel/lesson.py --break no-f        # see README.md, section 8
 """
 
 from collections.abc import Callable

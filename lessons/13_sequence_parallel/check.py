@@ -61,7 +61,8 @@ def _blocks(exercise: ModuleType, ranks: int) -> Iterator[Result]:
         target,
         measured,
         "other blocks",
-        "zigzag: section 3 (hole 1)",
+        f"there are {2 * ranks} blocks, 0 to {2 * ranks - 1}; each is of one rank, and each rank has "
+        "one from the front and one from the back: section 3 (hole 1)",
         known={
             "numbers begin at 0, so the last is 2·ranks - 1": [
                 [r, 2 * ranks - r] for r in range(ranks)
@@ -70,6 +71,7 @@ def _blocks(exercise: ModuleType, ranks: int) -> Iterator[Result]:
             "every rank-th: the last rank would still have most to do": [
                 [r, ranks + r] for r in range(ranks)
             ],
+            "one block too few": [[r, 2 * ranks - 2 - r] for r in range(ranks)],
         },
     )
 
@@ -77,12 +79,16 @@ def _blocks(exercise: ModuleType, ranks: int) -> Iterator[Result]:
 def _pairs(exercise: ModuleType) -> Iterator[Result]:
     target = [[q >= k for k in range(4)] for q in range(4)]
     measured = [[bool(exercise.multiplied(q, k)) for k in range(4)] for q in range(4)]
+    other = next(
+        ((q, k) for q in range(4) for k in range(4) if target[q][k] != measured[q][k]),
+        (0, 0),
+    )
     yield expect(
         "pairs of 4 blocks",
         target,
         measured,
         "other pairs",
-        "causal: section 3 (hole 2)",
+        "a query sees itself and what is before it: section 3 (hole 2)",
         known={
             "queries must see their own block too": [[q > k for k in range(4)] for q in range(4)],
             "the wrong way round: queries look back, not ahead": [
@@ -91,7 +97,14 @@ def _pairs(exercise: ModuleType) -> Iterator[Result]:
             "L/P × L/P: only the own block": [[q == k for k in range(4)] for q in range(4)],
             "without a mask; these look ahead": [[True] * 4] * 4,
         },
-        show=lambda table: f"{sum(map(sum, table))} of 16",
+        show=lambda table: (
+            (
+                f"queries of block {other[0]} {'see' if table[other[0]][other[1]] else 'do not see'} "
+                f"keys of block {other[1]}"
+            )
+            if measured != target
+            else f"{sum(map(sum, table))} of 16"
+        ),
     )
 
 
@@ -124,6 +137,15 @@ MISTAKES = {
         5,
     ),
     "the old sum is not scaled": ("total * shrink +", "total +", 5),
+    "one sum for all queries; each has its own": ("p.sum(axis=1, keepdims=True)", "p.sum()", 5),
+    "the largest of this piece, not its sum": ("p.sum(axis=1", "p.max(axis=1", 5),
+    "a mean of this piece, not its sum": ("p.sum(axis=1", "p.mean(axis=1", 5),
+    "keys are weighted, not values": ("p @ v", "p @ k", 6),
+    "p is under the new maximum already; only what is older is scaled": (
+        "y * shrink + p @ v",
+        "(y + p @ v) * shrink",
+        6,
+    ),
     "the keys before are forgotten in the weighted sum": ("y * shrink + p @ v", "p @ v", 6),
     "the old weighted sum is not scaled": ("y * shrink + p @ v", "y + p @ v", 6),
     "divide once, at the end": ("y * shrink + p @ v", "(y * shrink + p @ v) / total", 6),
@@ -174,7 +196,10 @@ def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result
             "section 1 (holes 3 to 6)",
             signs={
                 **signs,
-                "infinite, or no number: exp of a large score, or of -inf taken off": not all(
+                "no number (NaN): exp of a large score, or -inf less -inf": any(
+                    np.isnan(mine).any() for mine in found
+                ),
+                "infinite: a query's sum is 0 when y is divided by it": not all(
                     np.isfinite(mine).all() for mine in found
                 ),
             },
@@ -213,6 +238,15 @@ def _positions(exercise: ModuleType) -> Iterator[Result]:
                     for start, own in zip(starts[:-1], target, strict=True)
                 ],
                 "all positions; it has only its own tokens": [list(range(length))] * ranks,
+                "another rank's positions": target[::-1],
+                "every rank-th token; a rank has two blocks": [
+                    list(range(rank, length, ranks)) for rank in range(ranks)
+                ],
+                "positions begin at 0": [[place + 1 for place in own] for own in target],
+            },
+            signs={
+                "in another order than the tokens": [sorted(own) for own in measured]
+                == [sorted(own) for own in target]
             },
         )
 
@@ -243,6 +277,8 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
         known={
             "a rank has its own piece already: one hop less": 2 * ranks,
             "keys and values are two": ranks - 1,
+            "keys and values are two, and a rank has its own piece already": ranks,
+            "that is forward and backward": 4 * (ranks - 1),
         },
     )
     yield expect(

@@ -35,18 +35,16 @@ def tour(group: Group, page: Page) -> None:
     """Run the lesson on every rank."""
     page.heading("1  The same as one process")
     same(group, page)
-    page.heading("2  Which rank has which tokens, and how much to do")
+    page.heading("3  Zigzag: which rank has which tokens, and what it multiplies")
     balance(group, page)
-    page.heading("3  Round the ring")
     hops(group, page)
-    page.heading("4  Traffic")
+    page.heading("4.1  Traffic and memory")
     traffic(group, page)
-    page.heading("5  Memory")
     memory(group, page)
-    page.heading("6  The notes' drawing (N2:315)")
-    half_the_scores(group, page)
-    page.heading("7  Under a window")
+    page.heading("4.2  Under a window")
     under_a_window(group, page)
+    page.heading("8  The notes' drawing (N2:315)")
+    half_the_scores(group, page)
 
 
 # --------------------------------------------------------------------------------------- 1 equality
@@ -132,7 +130,7 @@ def largest(group: Group, value: float) -> float:
         return float(group.all_reduce(np.array([value]), op="max")[0])
 
 
-# ---------------------------------------------------------------------------------------- 2 balance
+# ----------------------------------------------------------------------------------------- 3 zigzag
 
 
 def balance(group: Group, page: Page) -> None:
@@ -202,7 +200,7 @@ def hops(group: Group, page: Page) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------- 4 traffic
+# -------------------------------------------------------------------------------------- 4.1 traffic
 
 
 def traffic(group: Group, page: Page) -> None:
@@ -229,7 +227,7 @@ def traffic(group: Group, page: Page) -> None:
     )
 
 
-# ----------------------------------------------------------------------------------------- 5 memory
+# --------------------------------------------------------------------------------------- 4.1 memory
 
 
 def memory(group: Group, page: Page) -> None:
@@ -268,40 +266,7 @@ def shown(peak: dict[str, int]) -> list[str]:
     return [size_text(peak[name]) for name in ("activations", "communication", "total")]
 
 
-# ----------------------------------------------------------------------------- 6 the notes' drawing
-
-
-def half_the_scores(group: Group, page: Page) -> None:
-    """Compute only the scores that the notes draw, L/P × L/P per rank; show the weight softmax gave
-    the missing ones."""
-    length = 48
-    rows = []
-    q, k = (lab.numbers(part, length)[0, 0] for part in "qk")
-    p = np.exp(np.where(np.tri(length, dtype=bool), q @ k.T / 2, -np.inf))
-    p /= p.sum(axis=1, keepdims=True)
-    for ranks in (2, 4):
-        part = np.concatenate(
-            [np.full(len(lab.consecutive(length, rank, ranks)), rank) for rank in range(ranks)]
-        )
-        drawn = part[:, None] == part
-        rows.append(
-            [
-                f"{ranks} ranks, each L/{ranks} × L/{ranks}",
-                int(drawn.sum()),
-                length**2,
-                f"{1 - drawn.mean():.0%}",
-                f"{1 - p[drawn].sum() / length:.0%}",
-            ]
-        )
-    page.table(
-        f"L = {length} tokens",
-        ["", "scores as drawn", "L × L", "lost", "attention lost, causal"],
-        rows,
-        note="attention lost: the probability that the missing scores had, a mean over the queries",
-    )
-
-
-# ----------------------------------------------------------------------------------------- 7 window
+# --------------------------------------------------------------------------------------- 4.2 window
 
 
 def under_a_window(group: Group, page: Page) -> None:
@@ -349,6 +314,39 @@ def sent_beside(group: Group, config: Any) -> list[str]:
         sent = int(group.all_reduce(np.array([lab.sent(group, phase, verb)]))[0])
     target = 8 * lab.formula(group, config, name, 0)
     return [f"{sent:,}", f"{target:,}", "ok" if sent == target else "off"]
+
+
+# ----------------------------------------------------------------------------- 8 the notes' drawing
+
+
+def half_the_scores(group: Group, page: Page) -> None:
+    """Compute only the scores that the notes draw, L/P × L/P per rank; show the weight softmax gave
+    the missing ones."""
+    length = 48
+    rows = []
+    q, k = (lab.numbers(part, length)[0, 0] for part in "qk")
+    p = np.exp(np.where(np.tri(length, dtype=bool), q @ k.T / 2, -np.inf))
+    p /= p.sum(axis=1, keepdims=True)
+    for ranks in (2, 4):
+        part = np.concatenate(
+            [np.full(len(lab.consecutive(length, rank, ranks)), rank) for rank in range(ranks)]
+        )
+        drawn = part[:, None] == part
+        rows.append(
+            [
+                f"{ranks} ranks, each L/{ranks} × L/{ranks}",
+                int(drawn.sum()),
+                length**2,
+                f"{1 - drawn.mean():.0%}",
+                f"{1 - p[drawn].sum() / length:.0%}",
+            ]
+        )
+    page.table(
+        f"L = {length} tokens",
+        ["", "scores as drawn", "L × L", "lost", "attention lost, causal"],
+        rows,
+        note="attention lost: the probability that the missing scores had, a mean over the queries",
+    )
 
 
 # ----------------------------------------------------------------------------------------- Break it
@@ -413,7 +411,7 @@ def own_scores() -> None:
 def no_shrink() -> None:
     """Run online softmax without scaling its sums when a larger maximum arrives."""
 
-    def job(group: Group) -> float:
+    def job(group: Group, scales: bool) -> float:
         length = 24
         own = zigzag(length, group.rank, group.size)
         q, k, v = (lab.numbers(part, length)[0, 0, own] for part in "qkv")
@@ -424,16 +422,19 @@ def no_shrink() -> None:
             keys, values = piece[:, 0, 0]
             scores = q @ keys.T / 2
             scores[own[:, None] < zigzag(length, source, group.size)] = -np.inf
-            top = np.maximum(top, scores.max(axis=1, keepdims=True))
-            p = np.exp(scores - top)
-            total = total + p.sum(axis=1, keepdims=True)
-            y = y + p @ values
+            now = np.maximum(top, scores.max(axis=1, keepdims=True))
+            p = np.exp(scores - now)
+            shrink = np.exp(top - now) if scales else 1.0
+            total = total * shrink + p.sum(axis=1, keepdims=True)
+            y = y * shrink + p @ values
+            top = now
         return float(np.abs(y / total - whole_attention(length)[own]).max())
 
-    print(
-        "sums left as they were when the maximum rose: attention off by "
-        f"{max(md.run(job, size=2)):.0e}"
-    )
+    for what, scales in (("scaled", True), ("left as they were", False)):
+        print(
+            f"sums {what} when the maximum rose: attention off by "
+            f"{max(md.run(job, scales, size=2)):.0e}"
+        )
 
 
 BREAKS = {

@@ -13,12 +13,15 @@ from minidist.lessons import find
 RIGHT = right("07")
 WRONG = {
     "divided by local tokens": {1: "part.targets.size"},
+    "not divided": {1: "1"},
+    "divided by sequences": {1: "len(targets)"},
+    "the first parameter is in no bucket": {3: "range(len(sizes) - 1, 0, -1)"},
     "buckets in forward order": {3: "range(len(sizes))"},
     "reduced before the gradient is final": {
         4: "if len(self.pending) == number:\n    self.start(number)"
     },
     "the replicas drifted apart": {2: "pass"},
-    "averaged twice: the loss is divided": {
+    "averaged twice: what the loss was divided by": {
         2: "p.grad[...] = group.all_reduce(p.grad) / group.size"
     },
     "the handles are not forgotten": {5: RIGHT[5].replace("self.pending = []", "pass")},
@@ -47,6 +50,23 @@ WRONG = {
     "not waited for": {5: "self.missing = [len(bucket) for bucket in self.buckets]"},
     "not ready for the next backward": {
         5: "for handle in self.pending:\n    handle.wait()\nself.pending = []"
+    },
+    "old gradients are summed again": {
+        6: """
+        for batch in batches:
+            local_loss(model, batch).backward()
+            synchronizer.finish()
+            optimizer.step()
+       """
+    },
+    "nothing was learned": {
+        6: """
+        for batch in batches:
+            local_loss(model, batch).backward()
+            synchronizer.finish()
+            optimizer.zero_grad()
+            optimizer.step()
+       """
     },
     "synchronised once an epoch": {
         6: """

@@ -13,7 +13,7 @@ WRONG = {
     "mean of means": {2: "micro.targets.size"},
     "averaged twice": {2: "targets.size * passes"},
     # and drops the sum
-    "wrong weights": {
+    "the ranks' weights differ": {
         4: "for p in model.parameters():\n    group.all_reduce(p.grad)\n"
         "optimizer.step()\noptimizer.zero_grad()"
     },
@@ -28,8 +28,21 @@ WRONG = {
         3: "loss.backward()\noptimizer.step()",
         4: SUM + "\noptimizer.zero_grad()",
     },
+    "wrong weights": {2: "len(targets)"},
+    "there is no gradient to sum": {3: "loss.backward()\noptimizer.zero_grad()"},
+    "the gradient is 2 times too small": {3: "(loss / passes).backward()"},
+    "averaged over the ranks too": {
+        4: SUM + "\n    p.grad /= group.size\noptimizer.step()\noptimizer.zero_grad()"
+    },
+    "only the last pass counts": {3: "optimizer.zero_grad()\nloss.backward()"},
+    "nothing was learned": {4: SUM + "\noptimizer.zero_grad()\noptimizer.step()"},
     "the sum of a stage cannot wait": {5: "[2 * psi, 2 * psi, 2 * psi, 3 * psi][stage]"},
-    "wrong traffic": {5: "[2 * a * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]"},
+    "a whole gradient can wait": {5: "[2 * a * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]"},
+    "once a step, not in every pass": {5: "[2 * psi, 2 * psi, 2 * a * psi, 3 * a * psi][stage]"},
+    "move in every pass": {5: "[2 * psi, 2 * psi, (a + 1) * psi, (2 * a + 1) * psi][stage]"},
+    "in one pass the sum is": {5: "[psi, psi, a * psi, 2 * a * psi][stage]"},
+    "wrong traffic": {5: "[2 * psi, 2 * psi, (a + 1) * psi, 4 * a * psi][stage]"},
+    "not a number": {2: "targets.size - mine.targets.size"},
 }
 
 

@@ -12,19 +12,32 @@ from minidist.lessons import find
 
 RIGHT = right("10")
 WRONG = {
-    "a layer has two ranks": {1: "rank * each"},
-    "a layer has no rank": {1: "rank * each + min(rank, more) + 1"},
-    "the ranks wait for each other": {5: "group.recv(src=group.rank - 1)"},
-    "it must be handed back": {5: "group.send(x.grad * 0.0, dst=group.rank - 1)"},
-    "another loss": {3: "group.send(y.data * 2.0, dst=group.rank + 1)"},
+    "layer 1 has two ranks": {1: "rank * each"},
+    "a layer has no rank: [0]": {1: "rank * each + min(rank, more) + 1"},
+    "takes no gradient": {2: "tensor(group.recv(src=group.rank - 1))"},
+    "rank 1's layers get an array": {2: "group.recv(src=group.rank - 1)"},
+    "did not get the output of those before": {2: "tensor(inputs, requires_grad=True)"},
+    "rank 0 sends a tensor to rank 1": {3: "group.send(y, dst=group.rank + 1)"},
+    "the last rank's layers": {3: "group.send(y.data * 2.0, dst=group.rank + 1)"},
     "more or less than each cut needs": {
         3: "group.send(y.data, dst=group.rank + 1)\ngroup.send(y.data, dst=group.rank)"
         "\ngroup.send(y.data, dst=group.rank + 1)"
     },
-    "p ranks have p - 1 cuts": {6: "2 * ranks * sequences * tokens * width * itemsize"},
-    "there and back": {6: "(ranks - 1) * sequences * tokens * width * itemsize"},
-    "elements are not bytes": {6: "2 * (ranks - 1) * sequences * tokens * width"},
-    "that is how long the slowest waits": {7: "1 - max(times) / sum(times)"},
+    "layer 2's gradient is 0.5 times the right one": {
+        4: "group.recv(src=group.rank + 1) / group.size"
+    },
+    "layer 2's gradient is another one": {5: "group.send(x.data, dst=group.rank - 1)"},
+    "the ranks wait for each other": {5: "group.recv(src=group.rank - 1)"},
+    "layer 2's gradient is 0 times the right one": {
+        5: "group.send(x.grad * 0.0, dst=group.rank - 1)"
+    },
+    "rank 1 sends None to rank 0": {5: "group.send(y.grad, dst=group.rank - 1)"},
+    "1 rank, 0 cuts": {6: "2 * ranks * sequences * tokens * width * itemsize"},
+    "one direction only": {6: "(ranks - 1) * sequences * tokens * width * itemsize"},
+    "elements, not bytes": {6: "2 * (ranks - 1) * sequences * tokens * width"},
+    "one sequence, not the batch": {6: "2 * (ranks - 1) * tokens * width * itemsize"},
+    "that is what the slowest rank waits": {7: "1 - max(times) / sum(times)"},
+    "the share in which they compute": {7: "1 / len(times)"},
 }
 
 

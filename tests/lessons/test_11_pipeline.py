@@ -20,12 +20,16 @@ RIGHT = right("11")
 WRONG = {
     "nothing was kept for backward": {1: "pass"},
     "the backward of one microbatch alone": {1: "kept = [(x, y)]"},
-    "another gradient": {2: "2.0 * group.recv(src=group.rank + 1)"},
+    "there is nothing to send to rank 0": {1: "kept.append((inputs, y))"},
+    "stage 0's gradient is 2 times the right one": {2: "2.0 * group.recv(src=group.rank + 1)"},
+    "stage 0's gradient is another one": {3: "group.send(x.data, dst=group.rank - 1)"},
+    "that tensor has no gradient": {3: "group.send(y.grad, dst=group.rank - 1)"},
     "the ranks wait for each other": {3: "group.recv(src=group.rank - 1)"},
     "that is GPipe: all forwards first": {4: "microbatches"},
     "the other way round": {4: "min(rank, microbatches)"},
     "the one of the first turn is not ahead": {4: "min(ranks - rank, microbatches)"},
     "more than there are microbatches": {4: "ranks - 1 - rank"},
+    "[4, 3, 2, 1], target [2, 2, 2, 1]: more than there are": {10: "ranks - rank"},
     "none is ahead": {4: "0"},
     "does the forward of microbatch 0 on stage 0 twice": {
         5: "order.append(Forward(rank, microbatch))"
@@ -40,11 +44,19 @@ WRONG = {
     "the number of the stage that receives": {
         7: "RecvActivation(stage - 1, microbatch) if stage else None"
     },
+    "another microbatch's message": {
+        8: "RecvGradient(stage, microbatch + 1) if stage < ranks - 1 else None"
+    },
     "it would use what has not come": {
         8: "RecvGradient(stage, microbatch) if stage < ranks - 2 else None"
     },
     "idle time over busy time": {9: "(ranks - 1) / microbatches"},
-    "not what the list holds": {10: "microbatches"},
+    "the whole step is shorter": {9: "(ranks - 1) / (microbatches + ranks)"},
+    "the share in which a rank computes": {9: "microbatches / (microbatches + ranks - 1)"},
+    "that is GPipe, which holds all": {10: "microbatches"},
+    "the one in work is held": {10: "min(microbatches, ranks - 1 - rank)"},
+    "the last rank holds least": {10: "min(microbatches, rank + 1)"},
+    "not what the list holds": {10: "1 + rank * 0 + (ranks > 2) * 7"},
 }
 
 

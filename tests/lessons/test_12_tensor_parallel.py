@@ -14,6 +14,13 @@ WRONG = {
     },
     "head numbers, not columns": {1: "mine"},
     "queries alone": {2: "queries"},
+    "three times the queries": {2: "np.concatenate([queries, queries, queries])"},
+    "the keys begin at column 16": {
+        2: "np.concatenate([queries + third * head_width for third in range(3)])"
+    },
+    "another rank's heads": {1: "np.arange(len(mine) * head_width)"},
+    "a column twice": {1: "np.concatenate([np.arange(i, i + head_width) for i in mine])"},
+    "columns are missing": {1: "np.arange(mine[0] * head_width, mine[-1] * head_width)"},
     "in another order": {
         2: "np.concatenate([queries + third * heads * head_width for third in (0, 2, 1)])"
     },
@@ -23,16 +30,32 @@ WRONG = {
     "not that of the own rows": {4: "active.T @ dy / group.size"},
     "f forgotten": {5: "dinner @ up.T"},
     "a mean, not a sum": {5: "group.all_reduce(dinner @ up.T) / group.size"},
+    "the largest of the ranks' summands": {3: 'group.all_reduce(active @ down, "max") + bias'},
+    "the largest of the ranks' gradients": {5: 'group.all_reduce(dinner @ up.T, "max")'},
+    "relu's gradient is missing": {5: "group.all_reduce(dy @ down.T @ up.T)"},
+    "a mean over the rows": {6: "dy.mean(axis=0)"},
+    "divided by the ranks": {6: "dy.sum(axis=0) / group.size"},
+    "the wrong dim": {6: "dy.sum(axis=1)"},
     "counted P times": {6: "group.all_reduce(dy.sum(axis=0))"},
     "this is dy": {6: "dy"},
     "or vanishes": {7: "np.full(len(targets), group.all_reduce(logits.max(), 'max'))"},
     "exp overflows": {7: "np.zeros(len(targets))"},
+    "ten thousands on 3 ranks: inf": {7: 'group.all_reduce(logits.max(axis=1), "min")'},
     "ranks disagree": {8: "np.exp(logits - highest[:, None]).sum(axis=1)"},
-    "all agree on another number": {9: "group.all_reduce(target) / group.size"},
+    "the target's logit is divided by the ranks": {9: "group.all_reduce(target) / group.size"},
+    "a target's logit below 0 is lost": {9: 'group.all_reduce(target, "max")'},
+    "the largest was not taken off": {8: "group.all_reduce(np.exp(logits).sum(axis=1))"},
+    "the largest rank's sum of exp": {
+        8: 'group.all_reduce(np.exp(logits - highest[:, None]).sum(axis=1), "max")'
+    },
+    "a mean over the ids": {8: "group.all_reduce(np.exp(logits - highest[:, None]).mean(axis=1))"},
+    "all agree on another number": {9: "group.all_reduce(target) + 1"},
     "more travels": {
         7: 'group.all_reduce(logits.max(axis=1), "max") + 0 * group.all_reduce(targets)'
     },
     "forward or backward alone": {10: "2 * (ranks - 1) * 2 * blocks * tokens * width"},
+    "a ring of P ranks has P - 1 steps": {10: "2 * ranks * 4 * blocks * tokens * width"},
+    "one block, not all": {10: "2 * (ranks - 1) * 4 * tokens * width"},
     "numbers of a message": {10: "4 * blocks * tokens * width"},
 }
 

@@ -20,24 +20,35 @@ WRONG = {
     "a sequence cut in `ranks`": {1: "rank + 1"},
     "the last rank would still have most to do": {1: "ranks + rank"},
     "queries must see their own block too": {2: "query_block > key_block"},
-    "the wrong way round: queries look back": {2: "query_block <= key_block"},
+    "queries of block 0 see keys of block 1, target queries of block 0 do not see": {
+        2: "query_block <= key_block"
+    },
+    "one block too few": {1: "2 * ranks - 2 - rank"},
     "only the own block": {2: "query_block == key_block"},
     "without a mask": {2: "True"},
     "that of the new piece alone": {3: "scores.max(axis=1, keepdims=True)"},
-    "or of -inf taken off": {3: "top"},
+    "or -inf less -inf": {3: "top"},
     "24 tokens, large scores: off by nan": {3: "np.maximum(top, scores.max())"},
     "is left as it was": {4: "1.0"},
     "attention, 1 rank, 24 tokens: off by nan": {4: "np.exp(now - top)"},
     "large scores: off by nan": {4: "np.exp(top) / np.exp(now)"},
     "your code raised": {5: "total * shrink + p.sum(axis=1)"},
     "the keys before are forgotten in the sum": {5: "p.sum(axis=1, keepdims=True)"},
-    "infinite, or no number": {5: "total * shrink"},
+    "infinite: a query's sum is 0": {5: "total * shrink"},
+    "one sum for all queries": {5: "total * shrink + p.sum()"},
+    "the largest of this piece": {5: "total * shrink + p.max(axis=1, keepdims=True)"},
+    "keys are weighted": {6: "y * shrink + p @ k"},
+    "only what is older is scaled": {6: "(y + p @ v) * shrink"},
     "24 tokens: off by inf": {5: "(total + p.sum(axis=1, keepdims=True)) * shrink"},
     "hole 6: attention, 1 rank": {6: "(y * shrink + p @ v) / total"},
     "the keys before are forgotten in the weighted sum": {6: "p @ v"},
     "the offset is forgotten": {7: "np.arange(len(tokens_of(length, rank, ranks)))"},
     "as if a rank's tokens were consecutive": {7: "np.array_split(np.arange(length), ranks)[rank]"},
     "it has only its own tokens": {7: "np.arange(length)"},
+    "another rank's positions": {7: "tokens_of(length, ranks - 1 - rank, ranks)"},
+    "in another order than": {7: "tokens_of(length, rank, ranks)[::-1]"},
+    "positions begin at 0": {7: "tokens_of(length, rank, ranks) + 1"},
+    "that is forward and backward": {8: "4 * (ranks - 1)"},
     "one hop less": {8: "2 * ranks"},
     "keys and values are two": {8: "ranks - 1"},
     "no rank kept them": {9: "2 * ranks"},
@@ -93,7 +104,7 @@ def test_broken_rings_are_off_and_the_right_one_is_not(capsys: pytest.CaptureFix
 
 
 def test_the_bytes_of_the_window_table_are_the_formulas(lab: Any) -> None:
-    """Each row of the story's table; section 7 of the lesson holds the formula against the
+    """Each row of the story's table; section 4.2 of the lesson holds the formula against the
     ledger."""
     rows = re.findall(
         r"^\| ([\d,]+) \| (dense ring|`local:\S+`) \| ([\d,]+) \| ([\d,]+) \|$",
