@@ -30,6 +30,11 @@ def unfolded(text: str) -> str:
     return re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
 
 
+def bare(code: str) -> str:
+    """Code without what a formatter chooses: spaces, and the kind of quotes."""
+    return re.sub(r"\s+", "", code).replace("'", '"')
+
+
 def section(text: str, title: str) -> str:
     """The text of a section, its head and what is below it."""
     found = re.search(rf"^## [\d.]+ {title}$.*?(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
@@ -58,23 +63,25 @@ def test_each_broken_run_has_a_question_and_a_folded_answer(number: str) -> None
 
 @each_lesson
 def test_no_hole_stands_open_in_the_story(number: str) -> None:
-    told = re.sub(r"\s+", "", unfolded(story(number)))
+    told = bare(unfolded(story(number)))
     for hole, code in right(number).items():
-        bare = ["".join(line.split()) for line in code.splitlines()]
-        shown = [line for line in bare if len(line) >= SHORT and line in told]
+        lines = [bare(line) for line in code.splitlines()]
+        shown = [line for line in lines if len(line) >= SHORT and line in told]
         assert not shown, f"hole {hole} stands in the story: {shown[0]}"
 
 
 @each_lesson
 def test_the_output_has_the_numbers_of_the_storys_sections(number: str) -> None:
     told = [float(found) for found in re.findall(r"^##+ (\d+(?:\.\d)?)\.? ", story(number), re.M)]
-    headings = [
-        ast.unparse(call.args[0]).lstrip("f").strip("'\"")
+    calls = [
+        call
         for call in ast.walk(ast.parse(lessons.find(number).part("lesson.py").read_text()))
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
         and call.func.attr == "heading"
     ]
+    calls.sort(key=lambda call: call.lineno)
+    headings = [ast.unparse(call.args[0]).lstrip("f").strip("'\"") for call in calls]
     given = [float(found[1]) for head in headings if (found := re.match(r"(\d+(\.\d)?)  ", head))]
     assert given == sorted(given) and set(given) <= set(told), given
 
