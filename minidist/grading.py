@@ -207,12 +207,14 @@ def expect(
     signs: Signs | None = None,
     same: Callable[[Any, Any], Any] = operator.eq,
     show: Callable[[Any], str] = str,
+    picture: Callable[[], str] | None = None,
 ) -> Result:
     """Return a Result that passes if `measured` equals `target`.
 
     Args:    known, signs: what names the mistake, in this order. mistake, advice: if neither does.
              same: same(measured, value) tells whether two values are equal. show: makes the text of
-             both values that a student reads.
+             both values that a student reads. picture: draws a wrong answer's run beside the right
+             one.
     """
     passed = bool(same(measured, target))
     if passed:
@@ -225,7 +227,8 @@ def expect(
             gives=lambda wrong: same(measured, wrong),
             signs=signs,
         )
-    return Result(task, passed, show(target), show(measured), mistake, advice)
+    drawn = "" if passed or picture is None else picture()
+    return Result(task, passed, show(target), show(measured), mistake, advice, picture=drawn)
 
 
 def load_module(path: Path, name: str) -> ModuleType:

@@ -16,7 +16,7 @@ from minidist.comm.group import Group
 from minidist.console import plural
 from minidist.errors import GradientError, ScheduleError
 from minidist.grading import Result, expect
-from minidist.lessons.checking import on_ranks
+from minidist.lessons.checking import Lane, on_ranks, timelines
 from minidist.parallel.pipeline.instructions import (
     RECEIVES,
     Backward,
@@ -209,6 +209,7 @@ def _lists(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Resu
         length,
         "ranks wait longer than they must",
         "forwards and backwards in turn: section 3 (holes 5, 6)",
+        picture=lambda: timelines(_lanes(right), _lanes(schedule)),
     )
     yield expect(
         f"microbatches held, {what}",
@@ -216,7 +217,28 @@ def _lists(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Resu
         peak_held(schedule),
         "that holds more than 1F1B",
         "a backward as soon as there can be one: section 4 (holes 5, 6)",
+        picture=lambda: timelines(_lanes(right), _lanes(schedule)),
     )
+
+
+def _lanes(schedule: Schedule) -> list[Lane]:
+    """Return what each stage computes by the checker's clock: F2 is the forward of microbatch 2."""
+    spans = clock_of(schedule).spans
+    return [
+        (
+            f"stage {rank}",
+            [
+                (
+                    f"{type(span.instruction).__name__[0]}{span.instruction.microbatch}",
+                    span.start,
+                    span.stop,
+                )
+                for span in spans
+                if span.rank == rank
+            ],
+        )
+        for rank in range(schedule.ranks)
+    ]
 
 
 def _messages(exercise: ModuleType) -> Iterator[Result]:

@@ -1,6 +1,7 @@
 """Exercise 11: filled rightly it passes, and each wrong filling fails under its name; the notes'
 chart is what we say."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from filling import assert_named, graded, right
 
 from minidist import lessons
+from minidist.cli.check import show
 from minidist.errors import ScheduleError
 from minidist.grading import load_module
 from minidist.launch import run
@@ -141,3 +143,14 @@ def test_which_weights_a_microbatch_meets_in_pipedream(
     assert told in " ".join(
         lessons.find("11").part("README.md").read_text(encoding="utf-8").split()
     )
+
+
+def test_a_list_that_holds_too_much_is_drawn_beside_the_right_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = "if microbatch + first < microbatches:\n    order.insert(0, Forward(rank, microbatch + first))"
+    result = graded("11", {**RIGHT, 5: late}, tmp_path)
+    show(result, "Pipeline")
+    right, yours = re.findall(r"  stage 0 \|(.*)", capsys.readouterr().out)
+    assert right.startswith("F0 |B0 ") and yours.startswith("F2 |F1 |F0 |B0 ")
+    assert not any(task.picture for task in result.results[:-1])
