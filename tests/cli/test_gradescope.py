@@ -2,16 +2,22 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from assigned import right_ring
 from filling import fill, right
+from imports import ROOT
 
 from minidist import lessons
 from minidist.cli import main
 from minidist.cli.gradescope import HoleTest, Results, read_results
 from minidist.errors import ConfigError
+from minidist.lessons.assignments import assignment, ring
+from minidist.lessons.assignments.draws import Draw
 
 HOLES = 6  # of lesson 03
 DOCUMENTED = {
@@ -157,3 +163,62 @@ def test_the_files_of_other_autograders_are_read(tmp_path: Path) -> None:
         file.write_text(bad)
         with pytest.raises(ConfigError):
             read_results(file)
+
+
+# --------------------------------------------------------------------------- docs/teaching/gradescope
+
+SCRIPT = ROOT / "docs" / "teaching" / "gradescope" / "run_autograder"
+
+
+def autograder(folder: Path, script: str) -> tuple[int, dict[str, Any]]:
+    """Run an autograder as Gradescope does, below `folder`; its status and results."""
+    (folder / "python" / "bin").mkdir(parents=True)
+    (folder / "results").mkdir()
+    python = folder / "python" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env={**os.environ, "AUTOGRADER": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    marks = folder / "results" / "results.json"
+    assert marks.is_file(), done.stdout + done.stderr
+    return done.returncode, json.loads(marks.read_text(encoding="utf-8"))
+
+
+def test_the_autograder_of_the_documents_grades_an_exercise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "submission").mkdir()
+    (tmp_path / "submission" / "exercise_03.py").write_text(exercise(right("03")))
+    status, marks = autograder(tmp_path, SCRIPT.read_text(encoding="utf-8"))
+    assert status == 0 and scores(marks) == [1.0] * HOLES
+
+
+def test_the_autograder_of_the_documents_draws_for_who_submits(tmp_path: Path) -> None:
+    """The answer is of the student whom Gradescope names, and of nobody else."""
+    script = SCRIPT.read_text(encoding="utf-8")
+    script = script.replace('WHAT="check 03"', 'WHAT="assignment 1"')
+    script = script.replace("FILE=exercise_03.py", "FILE=assignment_1.py")
+    numbers = ring.drawn(Draw("assignment 1", "autumn 2026", "anna@uni"))
+    task = assignment(1, student="anna@uni", course="autumn 2026").task_file
+    answers = {1: right_ring(numbers)[1]}
+    for student, first in (("anna@uni", 1.0), ("ben@uni", 0.0)):
+        root = tmp_path / student
+        (root / "submission").mkdir(parents=True)
+        (root / "submission" / "assignment_1.py").write_text(fill(task, answers))
+        metadata = {"users": [{"email": student, "id": 7, "name": "A"}]}
+        (root / "submission_metadata.json").write_text(json.dumps(metadata))
+        status, marks = autograder(root, script)
+        assert status == 0 and scores(marks) == [first, *[0.0] * 5], marks
+
+
+def test_the_autograder_fails_where_its_own_lines_are_wrong(tmp_path: Path) -> None:
+    script = SCRIPT.read_text(encoding="utf-8").replace('"check 03"', '"check 99"')
+    with pytest.raises(AssertionError, match="no lesson '99'"):
+        autograder(tmp_path, script)
