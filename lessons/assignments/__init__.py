@@ -17,7 +17,7 @@ from types import ModuleType
 from minidist.errors import ConfigError
 from minidist.grading import Tasks
 from minidist.lessons.assignments import pipeline, planning, ring
-from minidist.lessons.assignments.draws import Draw
+from minidist.lessons.assignments.draws import StudentDraw
 
 MODULES = {1: ring, 2: pipeline, 3: planning}
 
@@ -39,7 +39,7 @@ def assignment(number: int, *, student: str, course: str = "") -> Assignment:
     Raises:  ConfigError if there is no such assignment.
     """
     module = _module(number)
-    numbers = module.drawn(Draw(f"assignment {number}", course, student))
+    numbers = module.drawn(StudentDraw(f"assignment {number}", course, student))
     return Assignment(
         module.TITLE, _signed(module.task_file(numbers), student), module.tasks(numbers)
     )

@@ -1,6 +1,6 @@
-"""Draw numbers from words: the same words give the same numbers on every machine and every Python.
+"""Draw numbers from words: the same words give the same numbers on every machine and Python.
 
-    draw = Draw("assignment 1", course, student)
+    draw = StudentDraw("assignment 1", course, student)
     draw.below(6)                   # 0 to 5
     draw.choice(("sum", "max"))
     draw.shuffled(range(6))
@@ -15,7 +15,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Draw:
+class StudentDraw:
     """Numbers that are drawn one after the other."""
 
     def __init__(self, *words: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from minidist.errors import ScheduleError
 from minidist.grading import Result, Tasks, expect, judge
-from minidist.lessons.assignments.draws import Draw
+from minidist.lessons.assignments.draws import StudentDraw
 from minidist.parallel.pipeline.instructions import Backward, Forward, Instruction, Schedule
 from minidist.parallel.pipeline.schedule_checker import Times, check, clock_of, peak_held
 from minidist.parallel.pipeline.schedules import of_orders
@@ -25,7 +25,7 @@ TWISTS = ("little memory", "more ahead", "in pairs")
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class DrawnPipeline:
     """What is drawn.
 
     Attributes: forward, backward: seconds per microbatch of each stage; kept: bytes that a stage
@@ -83,11 +83,11 @@ class StageTimes(Times):
         return float(own[instruction.stage])
 
 
-def drawn(draw: Draw) -> Pipeline:
+def drawn(draw: StudentDraw) -> DrawnPipeline:
     """Return a student's pipeline."""
     ranks = draw.between(4, 6)
     place = draw.below(ranks - 2)
-    return Pipeline(
+    return DrawnPipeline(
         tuple(draw.between(1, 5) for _ in range(ranks)),
         tuple(draw.between(2, 9) for _ in range(ranks)),
         tuple(32 * draw.between(2, 20) << 20 for _ in range(ranks)),
@@ -161,7 +161,7 @@ TOLD = {
 }
 
 
-def task_file(drawn: Pipeline) -> str:
+def task_file(drawn: DrawnPipeline) -> str:
     """Return the student's Python file with holes."""
     rows = [
         f"    {stage:5} {forward:7} s {backward:8} s {kept >> 20:8} MiB"
@@ -179,7 +179,7 @@ def task_file(drawn: Pipeline) -> str:
     )
 
 
-def tasks(drawn: Pipeline) -> dict[int, Tasks]:
+def tasks(drawn: DrawnPipeline) -> dict[int, Tasks]:
     """Return what grades each hole."""
     return {
         1: lambda answer: _ahead(drawn, answer),
@@ -190,7 +190,7 @@ def tasks(drawn: Pipeline) -> dict[int, Tasks]:
     }
 
 
-def right_schedule(drawn: Pipeline, microbatches: int) -> Schedule:
+def right_schedule(drawn: DrawnPipeline, microbatches: int) -> Schedule:
     """Return the schedule of the task, proved: what the targets are computed from."""
     width = 2 if drawn.twist == "in pairs" else 1
     orders: list[list[Instruction]] = []
@@ -206,7 +206,7 @@ def right_schedule(drawn: Pipeline, microbatches: int) -> Schedule:
     return check(of_orders("the task's schedule", orders))
 
 
-def _ahead(drawn: Pipeline, answer: ModuleType) -> Iterator[Result]:
+def _ahead(drawn: DrawnPipeline, answer: ModuleType) -> Iterator[Result]:
     ranks = range(drawn.ranks)
     for microbatches in drawn.counts:
         yield expect(
@@ -224,7 +224,7 @@ def _ahead(drawn: Pipeline, answer: ModuleType) -> Iterator[Result]:
         )
 
 
-def _order(drawn: Pipeline, answer: ModuleType) -> Iterator[Result]:
+def _order(drawn: DrawnPipeline, answer: ModuleType) -> Iterator[Result]:
     for microbatches in drawn.counts:
         what = f"{microbatches} microbatches"
         right = right_schedule(drawn, microbatches)
@@ -278,7 +278,7 @@ def _order(drawn: Pipeline, answer: ModuleType) -> Iterator[Result]:
         )
 
 
-def _peak(drawn: Pipeline, answer: ModuleType) -> Iterator[Result]:
+def _peak(drawn: DrawnPipeline, answer: ModuleType) -> Iterator[Result]:
     for microbatches in drawn.counts:
         held = peak_held(right_schedule(drawn, microbatches))
         yield expect(
@@ -290,7 +290,7 @@ def _peak(drawn: Pipeline, answer: ModuleType) -> Iterator[Result]:
         )
 
 
-def _seconds(drawn: Pipeline, answer: ModuleType) -> Iterator[Result]:
+def _seconds(drawn: DrawnPipeline, answer: ModuleType) -> Iterator[Result]:
     for microbatches in drawn.counts:
         yield expect(
             f"seconds of a step, {microbatches} microbatches",
@@ -309,7 +309,7 @@ def _seconds(drawn: Pipeline, answer: ModuleType) -> Iterator[Result]:
         )
 
 
-def _bubble(drawn: Pipeline, answer: ModuleType) -> Iterator[Result]:
+def _bubble(drawn: DrawnPipeline, answer: ModuleType) -> Iterator[Result]:
     for microbatches in drawn.counts:
         yield expect(
             f"bubble, {microbatches} microbatches",

@@ -17,7 +17,7 @@ import numpy as np
 
 from minidist.console import size_text
 from minidist.grading import Result, TaskFailed, Tasks, expect, judge
-from minidist.lessons.assignments.draws import Draw
+from minidist.lessons.assignments.draws import StudentDraw
 from minidist.nn import GPTConfig
 from minidist.plan.candidates import Candidates, candidates
 from minidist.plan.estimate import Estimates, Estimator
@@ -33,7 +33,7 @@ STATE = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
-class Task:
+class PlanningTask:
     """What is drawn. Attributes: limit: GiB of a device's memory that a plan may use."""
 
     layers: int
@@ -99,14 +99,14 @@ class Task:
         return float(sum(self.plans.memory[name][row] for name in STATE))
 
 
-def drawn(draw: Draw) -> Task:
+def drawn(draw: StudentDraw) -> PlanningTask:
     """Return a student's task.
 
     The limit is so low that the whole weights and gradients of the model do not fit on a device:
     a half or a fourth of them does, with the rank's share of the optimizer, and room for
     activations.
     """
-    free = Task(
+    free = PlanningTask(
         layers=draw.choice((24, 32, 40, 48)),
         heads=draw.choice((20, 24, 28, 32, 36, 40)),
         vocabulary=draw.choice((32000, 50304, 64000)),
@@ -178,7 +178,7 @@ def step_seconds():
 ''')
 
 
-def task_file(task: Task) -> str:
+def task_file(task: PlanningTask) -> str:
     """Return the student's Python file with holes."""
     return TASK.substitute(
         layers=task.layers,
@@ -192,7 +192,7 @@ def task_file(task: Task) -> str:
     )
 
 
-def tasks(task: Task) -> dict[int, Tasks]:
+def tasks(task: PlanningTask) -> dict[int, Tasks]:
     """Return what grades each hole."""
     return {
         1: lambda answer: _plan(task, answer),
@@ -202,7 +202,7 @@ def tasks(task: Task) -> dict[int, Tasks]:
     }
 
 
-def _row(task: Task, answer: ModuleType) -> int:
+def _row(task: PlanningTask, answer: ModuleType) -> int:
     """Return the row of the student's plan. Raises: TaskFailed if the text does not allow it."""
     plan = answer.plan()
     target = "dp, pp, tp, zero, rows"
@@ -222,7 +222,7 @@ def _row(task: Task, answer: ModuleType) -> int:
     return row
 
 
-def _plan(task: Task, answer: ModuleType) -> Iterator[Result]:
+def _plan(task: PlanningTask, answer: ModuleType) -> Iterator[Result]:
     row = _row(task, answer)
     total = float(task.plans.total[row])
     yield judge(
@@ -246,7 +246,7 @@ def _plan(task: Task, answer: ModuleType) -> Iterator[Result]:
     )
 
 
-def _parameters(task: Task, answer: ModuleType) -> Iterator[Result]:
+def _parameters(task: PlanningTask, answer: ModuleType) -> Iterator[Result]:
     yield expect(
         "parameters of the model",
         task.config.numbers,
@@ -258,7 +258,7 @@ def _parameters(task: Task, answer: ModuleType) -> Iterator[Result]:
     )
 
 
-def _state(task: Task, answer: ModuleType) -> Iterator[Result]:
+def _state(task: PlanningTask, answer: ModuleType) -> Iterator[Result]:
     names = CHOSEN[:-1]
     cuts, rows = np.unique(task.plans.candidates.rows(*names), axis=0, return_index=True)
     for cut, row in zip(cuts.tolist(), rows.tolist(), strict=True):
@@ -274,7 +274,7 @@ def _state(task: Task, answer: ModuleType) -> Iterator[Result]:
         )
 
 
-def _seconds(task: Task, answer: ModuleType) -> Iterator[Result]:
+def _seconds(task: PlanningTask, answer: ModuleType) -> Iterator[Result]:
     row = _row(task, answer)
     yield expect(
         "seconds of a step of your plan",

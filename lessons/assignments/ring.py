@@ -17,7 +17,7 @@ import numpy as np
 from minidist import lessons
 from minidist.comm.group import Group
 from minidist.grading import Result, Tasks, expect, judge, load_module, sent_since, totals
-from minidist.lessons.assignments.draws import Draw
+from minidist.lessons.assignments.draws import StudentDraw
 from minidist.lessons.checking import on_ranks
 
 TITLE = "An all-reduce on a ring of your own"
@@ -30,7 +30,7 @@ ITEMSIZE = 8  # bytes of a float64
 
 
 @dataclass(frozen=True)
-class Ring:
+class DrawnRing:
     """What is drawn.
 
     Attributes: circle: the ranks in their order round the ring; forward: messages travel in this
@@ -60,11 +60,11 @@ class Ring:
         return self.shares[chunk] * elements // sum(self.shares)
 
 
-def drawn(draw: Draw) -> Ring:
+def drawn(draw: StudentDraw) -> DrawnRing:
     """Return a student's ring, which is never the ring 0, 1, 2, … of lesson 03."""
     size = draw.between(5, 7)
     while True:
-        ring = Ring(
+        ring = DrawnRing(
             tuple(draw.shuffled(range(size))),
             draw.choice((True, False)),
             tuple(draw.shuffled(range(size))),
@@ -139,7 +139,7 @@ def bytes_sent(rank, n):
 ''')
 
 
-def task_file(ring: Ring) -> str:
+def task_file(ring: DrawnRing) -> str:
     """Return the student's Python file with holes."""
     first = ring.circle[0]
     holders = [f"rank {rank} has chunk {chunk}" for rank, chunk in enumerate(ring.owned)]
@@ -160,7 +160,7 @@ def task_file(ring: Ring) -> str:
     )
 
 
-def tasks(ring: Ring) -> dict[int, Tasks]:
+def tasks(ring: DrawnRing) -> dict[int, Tasks]:
     """Return what grades each hole."""
     return {
         1: lambda answer: _next(ring, answer),
@@ -172,7 +172,7 @@ def tasks(ring: Ring) -> dict[int, Tasks]:
     }
 
 
-def _next(ring: Ring, answer: ModuleType) -> Iterator[Result]:
+def _next(ring: DrawnRing, answer: ModuleType) -> Iterator[Result]:
     ranks = range(ring.size)
     yield expect(
         "the next rank of each rank",
@@ -200,7 +200,7 @@ def _chunk(asked: Any, rank: int, step: int, size: int, task: str) -> tuple[int,
     )
 
 
-def _reduce_scatter(ring: Ring, answer: ModuleType) -> Iterator[Result]:
+def _reduce_scatter(ring: DrawnRing, answer: ModuleType) -> Iterator[Result]:
     """Let the chunks travel: the finished chunk of each rank has every rank's part once."""
     task = "reduce-scatter: whose parts each rank's own chunk has"
     # parts[rank][chunk]: the ranks whose parts are in this rank's chunk; a rank twice is a mistake
@@ -232,7 +232,7 @@ def _reduce_scatter(ring: Ring, answer: ModuleType) -> Iterator[Result]:
     )
 
 
-def _all_gather(ring: Ring, answer: ModuleType) -> Iterator[Result]:
+def _all_gather(ring: DrawnRing, answer: ModuleType) -> Iterator[Result]:
     """Let the finished chunks travel: a rank sends only what it has, and all have all."""
     task = "all-gather: which finished chunks each rank has"
     has = [{ring.owned[rank]} for rank in range(ring.size)]
@@ -266,12 +266,12 @@ def _all_gather(ring: Ring, answer: ModuleType) -> Iterator[Result]:
     )
 
 
-def _sizes(ring: Ring) -> tuple[int, ...]:
+def _sizes(ring: DrawnRing) -> tuple[int, ...]:
     """Return numbers of elements to try: also none."""
     return tuple(sum(ring.shares) * times for times in (1, 7, 0))
 
 
-def _cut(ring: Ring, answer: ModuleType) -> Iterator[Result]:
+def _cut(ring: DrawnRing, answer: ModuleType) -> Iterator[Result]:
     for elements in _sizes(ring):
         x = np.arange(elements, dtype=np.float64)
         chunks = [np.asarray(chunk) for chunk in answer.cut(x)]
@@ -314,7 +314,7 @@ def _one_call(group: Group, answer: ModuleType, x: list[np.ndarray], link: Any) 
     }
 
 
-def _all_reduce(ring: Ring, answer: ModuleType) -> Iterator[Result]:
+def _all_reduce(ring: DrawnRing, answer: ModuleType) -> Iterator[Result]:
     link = load_module(lessons.find("03").part("check.py"), "03").Link
     for elements in _sizes(ring):
         numbers = np.random.default_rng(elements)
@@ -356,7 +356,7 @@ def _all_reduce(ring: Ring, answer: ModuleType) -> Iterator[Result]:
         )
 
 
-def _messages(ring: Ring, ranks: list[dict[str, Any]], elements: int) -> Iterator[Result]:
+def _messages(ring: DrawnRing, ranks: list[dict[str, Any]], elements: int) -> Iterator[Result]:
     """Judge the messages of each rank: to whom, how many, how many bytes."""
     what = f"{elements} elements"
     steps = 2 * (ring.size - 1)
@@ -386,14 +386,14 @@ def _messages(ring: Ring, ranks: list[dict[str, Any]], elements: int) -> Iterato
         )
 
 
-def _nbytes(ring: Ring, rank: int, elements: int) -> int:
+def _nbytes(ring: DrawnRing, rank: int, elements: int) -> int:
     """Return the bytes that a rank sends: in each half all chunks but one."""
     last_gathered = ring.length(ring.owned[ring.next_of(rank)], elements)
     own = ring.length(ring.owned[rank], elements)
     return ITEMSIZE * (2 * elements - own - last_gathered)
 
 
-def _bytes(ring: Ring, answer: ModuleType) -> Iterator[Result]:
+def _bytes(ring: DrawnRing, answer: ModuleType) -> Iterator[Result]:
     for elements in _sizes(ring):
         ranks = range(ring.size)
         yield expect(

@@ -42,7 +42,7 @@ class Handed:
 
 
 @dataclass(frozen=True)
-class TestCount:
+class HoleCount:
     """How a cohort did in one test. Attributes: told: the first lines of output of those who do not
     have it right, the most frequent first."""
 
@@ -129,7 +129,7 @@ def points_of(handed: Sequence[Handed]) -> dict[str, dict[str, float]]:
     return points
 
 
-def count_tests(handed: Sequence[Handed]) -> Iterator[TestCount]:
+def count_tests(handed: Sequence[Handed]) -> Iterator[HoleCount]:
     """Yield how many have each test right, part by part, in the order of the files."""
     tests: dict[tuple[str, str], list[HoleTest]] = {}
     for one in sorted(handed, key=lambda one: one.part):
@@ -140,7 +140,7 @@ def count_tests(handed: Sequence[Handed]) -> Iterator[TestCount]:
         told = Counter(first_line(test.output) for test in wrong)
         # equally frequent lines in the order of their letters, so that the table is always the same
         ordered = sorted(told.items(), key=lambda line: (-line[1], line[0]))
-        yield TestCount(part, name, len(each) - len(wrong), len(each), tuple(ordered[:TOLD]))
+        yield HoleCount(part, name, len(each) - len(wrong), len(each), tuple(ordered[:TOLD]))
 
 
 def is_right(test: HoleTest) -> bool:
@@ -157,7 +157,7 @@ def first_line(output: str) -> str:
 
 
 def _show(
-    points: Mapping[str, Mapping[str, float]], parts: Sequence[str], counts: Sequence[TestCount]
+    points: Mapping[str, Mapping[str, float]], parts: Sequence[str], counts: Sequence[HoleCount]
 ) -> None:
     console = page_console()
     table = Table(
@@ -203,7 +203,7 @@ def _as_csv(points: Mapping[str, Mapping[str, float]], parts: Sequence[str]) -> 
 
 def _as_json(
     points: Mapping[str, Mapping[str, float]],
-    counts: Sequence[TestCount],
+    counts: Sequence[HoleCount],
     bad: Mapping[str, str],
 ) -> dict[str, Any]:
     return {

@@ -17,7 +17,7 @@ from minidist.cli import main
 from minidist.cli.gradescope import HoleTest, Results, read_results
 from minidist.errors import ConfigError
 from minidist.lessons.assignments import assignment, ring
-from minidist.lessons.assignments.draws import Draw
+from minidist.lessons.assignments.draws import StudentDraw
 
 HOLES = 6  # of lesson 03
 DOCUMENTED = {
@@ -205,7 +205,7 @@ def test_the_autograder_of_the_documents_draws_for_who_submits(tmp_path: Path) -
     script = SCRIPT.read_text(encoding="utf-8")
     script = script.replace('WHAT="check 03"', 'WHAT="assignment 1"')
     script = script.replace("FILE=exercise_03.py", "FILE=assignment_1.py")
-    numbers = ring.drawn(Draw("assignment 1", "autumn 2026", "anna@uni"))
+    numbers = ring.drawn(StudentDraw("assignment 1", "autumn 2026", "anna@uni"))
     task = assignment(1, student="anna@uni", course="autumn 2026").task_file
     answers = {1: right_ring(numbers)[1]}
     for student, first in (("anna@uni", 1.0), ("ben@uni", 0.0)):

@@ -15,7 +15,7 @@ from minidist.cli import main
 from minidist.errors import ConfigError
 from minidist.lessons import assignments
 from minidist.lessons.assignments import assignment, pipeline, planning, ring
-from minidist.lessons.assignments.draws import Draw
+from minidist.lessons.assignments.draws import StudentDraw
 from minidist.parallel.pipeline.schedules import one_f_one_b
 
 STUDENTS = ("anna", "ben", "student 17")
@@ -47,7 +47,7 @@ WRONG = {
 
 def drawn(number: int, student: str, course: str = "") -> Any:
     module: Any = assignments.MODULES[number]
-    return module.drawn(Draw(f"assignment {number}", course, student))
+    return module.drawn(StudentDraw(f"assignment {number}", course, student))
 
 
 def right(number: int, student: str) -> dict[int, str]:
@@ -85,17 +85,17 @@ def by_hole(marks: Any) -> dict[int, float]:
 
 def test_a_draw_is_the_same_on_every_machine() -> None:
     """These numbers may never change: students have them in their files."""
-    draw = Draw("assignment 1", "autumn", "anna")
+    draw = StudentDraw("assignment 1", "autumn", "anna")
     assert [draw.below(1000) for _ in range(4)] == [52, 71, 345, 703]
     assert draw.shuffled(range(6)) == [1, 2, 4, 0, 3, 5]
-    assert drawn(1, "anna") == ring.Ring(
+    assert drawn(1, "anna") == ring.DrawnRing(
         (3, 4, 2, 1, 0), False, (1, 2, 0, 3, 4), (2, 2, 1, 1, 3), "maximum"
     )
 
 
 def test_a_draw_differs_by_each_word() -> None:
     words = [("a", "b", "c"), ("ab", "", "c"), ("a", "bc", ""), ("a", "b", "d"), ("b", "a", "c")]
-    firsts = {Draw(*each).below(1 << 100) for each in words}
+    firsts = {StudentDraw(*each).below(1 << 100) for each in words}
     assert len(firsts) == len(words)
 
 
@@ -119,10 +119,10 @@ def test_students_and_courses_have_other_tasks(number: int) -> None:
 
 def test_every_draw_is_a_task_that_can_be_solved() -> None:
     for count in range(40):
-        own: ring.Ring = drawn(1, str(count))
+        own: ring.DrawnRing = drawn(1, str(count))
         assert sorted(own.circle) == sorted(own.owned) == [*range(own.size)]
         assert any(own.next_of(rank) != (rank + 1) % own.size for rank in range(own.size))
-        line: pipeline.Pipeline = drawn(2, str(count))
+        line: pipeline.DrawnPipeline = drawn(2, str(count))
         for microbatches in line.counts:
             twisted = pipeline.right_schedule(line, microbatches)  # proved
             plain = [[*one_f_one_b(rank, line.ranks, microbatches)] for rank in range(line.ranks)]
@@ -134,7 +134,7 @@ def test_every_draw_is_a_task_that_can_be_solved() -> None:
 @pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("count", range(24))
 def test_every_cluster_has_a_plan_and_none_of_data_ranks_alone(count: int) -> None:
-    task: planning.Task = drawn(3, f"student {count}")
+    task: planning.PlanningTask = drawn(3, f"student {count}")
     assert task.fits[task.best] and task.limit < 80
     rows = task.plans.candidates
     alone = (rows.column("pp") == 1) & (rows.column("tp") == 1)

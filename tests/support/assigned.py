@@ -3,7 +3,7 @@
 from minidist.lessons.assignments import pipeline, planning, ring
 
 
-def right_ring(drawn: ring.Ring) -> dict[int, str]:
+def right_ring(drawn: ring.DrawnRing) -> dict[int, str]:
     """The code of each hole of assignment 1, as bodies of its functions."""
     size = drawn.size
     travel = drawn.circle if drawn.forward else drawn.circle[::-1]
@@ -40,7 +40,7 @@ def right_ring(drawn: ring.Ring) -> dict[int, str]:
     }
 
 
-def right_pipeline(drawn: pipeline.Pipeline) -> dict[int, str]:
+def right_pipeline(drawn: pipeline.DrawnPipeline) -> dict[int, str]:
     """The code of each hole of assignment 2."""
     ranks = drawn.ranks
     if drawn.twist == "little memory":
@@ -95,7 +95,7 @@ def right_pipeline(drawn: pipeline.Pipeline) -> dict[int, str]:
     }
 
 
-def right_planning(task: planning.Task) -> dict[int, str]:
+def right_planning(task: planning.PlanningTask) -> dict[int, str]:
     """The code of each hole of assignment 3; the plan is the planner's."""
     width = 128 * task.heads
     layer = f"(12 * {width} ** 2 + 13 * {width})"
