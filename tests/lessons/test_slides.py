@@ -92,6 +92,16 @@ def test_a_wrong_deck_is_seen(now: str, planted: str, found: str, tmp_path: Path
     assert [one for one in wrong if one.startswith(found)], wrong
 
 
+def test_links_become_words_and_answers_go() -> None:
+    story = (
+        "# 07 · A\n\n> *words* ([N0](../../docs/notes.md))\n\n## 1 Quiz\n\n1. Why [b](c.md)?\n\n"
+        "<details><summary>Answer</summary>\n\n2. No.\n\n</details>\n\n2. And\nthen?\n\n## 2 D\n"
+    )
+    assert questions(story) == ["1. Why b?", "2. And\nthen?"]
+    assert quotation(story) == "> *words* ([N0](../../docs/notes.md))"
+    assert questions("# 07 · A\n") == [] and quotation("# 07 · A\n") == ""
+
+
 def test_only_some_lessons(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path), "--only", "4", "03"]) == 0
     text = (tmp_path / "slides.md").read_text(encoding="utf-8")
