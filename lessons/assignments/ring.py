@@ -8,6 +8,7 @@ is measured: what the chunks contain, where each message goes, how many bytes a 
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from string import Template
 from types import ModuleType
 from typing import Any
@@ -274,7 +275,8 @@ def _sizes(ring: DrawnRing) -> tuple[int, ...]:
 def _cut(ring: DrawnRing, answer: ModuleType) -> Iterator[Result]:
     for elements in _sizes(ring):
         x = np.arange(elements, dtype=np.float64)
-        chunks = [np.asarray(chunk) for chunk in answer.cut(x)]
+        given = islice(answer.cut(x), 2 * ring.size)  # of a list that may never end
+        chunks = [np.asarray(chunk) for chunk in given]
         yield expect(
             f"lengths of the chunks of {elements} elements",
             [ring.length(chunk, elements) for chunk in range(ring.size)],

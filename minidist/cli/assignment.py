@@ -12,6 +12,8 @@ texts for --course have other numbers.
 import argparse
 import ast
 import os
+import shlex
+import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,8 +71,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _name(option: str, text: str) -> str:
-    """Return the name of a student or a course without spaces around it. Raises: ConfigError."""
-    name = text.strip()
+    """Return the name of a student or a course without spaces around it. Raises: ConfigError.
+
+    A letter with an accent is one character, however the system writes it.
+    """
+    name = unicodedata.normalize("NFC", text.strip())
     plain = name and visible(name) == name and not {*'"\\'} & {*name}
     if not plain or len(name) > MOST_LETTERS:
         fail(f"{option} {shown(text)}: give letters and digits, at most {MOST_LETTERS}")
@@ -79,8 +84,6 @@ def _name(option: str, text: str) -> str:
 
 def _options(student: str, course: str) -> str:
     """Return the options by which a student's assignment is graded."""
-    import shlex
-
     return shlex.join(["--student", student, *(["--course", course] if course else [])])
 
 

@@ -116,7 +116,7 @@ def graded_and_written(
     began = time.monotonic()
     try:
         require_python(exercise_file, f"start with: {start}")
-        with progress(f"running the answer of {part}"):
+        with progress(f"grading {part}"):
             found = grade_apart(number, check_file, exercise_file, limit=args.limit)
     except ConfigError as error:
         if args.gradescope is None:
