@@ -6,8 +6,9 @@
     draws.py         what is drawn is a function of the assignment, the course and the student
 
 Each module offers drawn(draw), which returns the student's numbers; task_file(them), the Python
-file with holes; and tasks(them), {hole: what grades it}. They measure an answer: no module has the
-code of one. `minidist assignment` writes the file and grades it.
+file with holes; and tasks(them), {hole: what grades it}. An answer is measured, and compared with
+what the numbers make right: no module has a filled file. `minidist assignment` writes the file and
+grades it.
 """
 
 from collections.abc import Iterable

@@ -65,9 +65,8 @@ class PlanningTask:
     @cached_property
     def plans(self) -> Estimates:
         """Return the estimates of all plans that the text allows."""
-        found = candidates(
-            self.config, cluster := Cluster.parse(self.cluster), batch=self.batch, offload=False
-        )
+        cluster = Cluster.parse(self.cluster)
+        found = candidates(self.config, cluster, batch=self.batch, offload=False)
         return Estimator(self.config, cluster).of(found.only(self._allowed(found)))
 
     def _allowed(self, found: Candidates) -> np.ndarray:
