@@ -4,10 +4,12 @@ student's answer nor the repository's own code fits."""
 import inspect
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from assigned import RIGHT
 from filling import fill
@@ -46,6 +48,7 @@ WRONG = {
 """{assignment: {hole: (a wrong answer, what is said of it)}}."""
 
 
+@cache
 def drawn(number: int, student: str, course: str = "") -> Any:
     module: Any = assignments.MODULES[number]
     return module.drawn(StudentDraw(f"assignment {number}", course, student))
@@ -157,7 +160,7 @@ def test_a_right_answer_passes(number: int, student: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "number,hole,other,right_ones", [(1, 3, 6, {1, 2, 4}), (2, 3, 5, {1, 2, 4}), (3, 3, 4, {1, 2})]
+    "number,hole,other,right_ones", [(1, 3, 6, {1, 2, 4}), (2, 3, 5, {1, 2, 4})]
 )
 def test_wrong_and_open_holes_are_marked_one_by_one(
     number: int, hole: int, other: int, right_ones: set[int], tmp_path: Path
@@ -182,7 +185,9 @@ def test_every_wrong_answer_is_named(number: int) -> None:
         exec(filled(number, "anna", answers), module.__dict__)
         lines = [
             result.line()
-            for result in first_failed(assignment(number, student="anna").tasks[hole], module)
+            for result in first_failed(
+                assignments.MODULES[number].tasks(drawn(number, "anna"))[hole], module
+            )
         ]
         assert lines and (words in lines[0] or words.startswith("hole")), (hole, lines)
 
@@ -196,6 +201,26 @@ def test_a_ring_in_the_other_direction_is_seen_though_its_numbers_are_right() ->
     assert [result.mistake for result in found] == ["not this ring"], found
 
 
+def test_a_slow_plan_and_one_that_does_not_fit_are_told_apart() -> None:
+    task: planning.PlanningTask = drawn(3, "anna")
+    seconds = task.plans.step_seconds
+    slow = max(np.flatnonzero(task.fits), key=lambda row: seconds[row])
+    large = int(np.argmax(task.plans.total))
+    for row, mistake in ((slow, "there are faster plans"), (large, "it does not fit")):
+        found = planned(task, int(row))
+        assert [result.mistake for result in found] == [mistake], found
+    near = 1.04 * float(seconds[task.best])
+    assert all(planned(task, row) == [] for row in np.flatnonzero(task.fits & (seconds <= near)))
+
+
+def planned(task: planning.PlanningTask, row: int) -> list[Any]:
+    """What is wrong with a plan of the table."""
+    numbers = task.plans.candidates.rows(*planning.CHOSEN)[row].tolist()
+    module = ModuleType("answer")
+    module.plan = lambda: dict(zip(planning.CHOSEN, numbers, strict=True))  # type: ignore[attr-defined]
+    return first_failed(planning.tasks(task)[1], module)
+
+
 def first_failed(tasks: Any, module: ModuleType) -> list[Any]:
     from minidist.grading import TaskFailed
 
@@ -205,15 +230,19 @@ def first_failed(tasks: Any, module: ModuleType) -> list[Any]:
                 return [result]
     except TaskFailed as failed:
         return [failed.result]
+    except Exception as error:  # as the grader takes it: a hole that raises is wrong
+        return [error]
     return []
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_the_answer_of_another_student_fails(number: int, tmp_path: Path) -> None:
-    text = filled(number, "ben", right(number, "ben"))
-    status, marks = results(number, "anna", text, tmp_path)
-    right_ones = sum(by_hole(marks).values())  # a plan of another cluster may happen to be fast
-    assert status == 1 and right_ones <= (1 if number == 3 else 0), marks
+def test_the_answer_of_another_student_fails(number: int) -> None:
+    module = ModuleType("answer")
+    exec(filled(number, "ben", right(number, "ben")), module.__dict__)
+    tasks = assignments.MODULES[number].tasks(drawn(number, "anna"))
+    right_ones = [hole for hole, of_hole in tasks.items() if not first_failed(of_hole, module)]
+    # a plan of another cluster may happen to be fast
+    assert len(right_ones) <= (1 if number == 3 else 0), right_ones
 
 
 def test_the_repositorys_ring_fails(tmp_path: Path) -> None:
