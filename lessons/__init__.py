@@ -89,10 +89,13 @@ class Lesson:
         """Return about how many minutes the story and its exercise take, to 5 minutes: an estimate
         from their length."""
         words = len(re.findall(r"\w+", self.part("README.md").read_text(encoding="utf-8")))
-        holes = len(
-            set(re.findall(r"\bhole\((\d+)", self.part("exercise.py").read_text(encoding="utf-8")))
-        )
-        return 5 * round((words / WORDS_A_MINUTE + MINUTES_A_HOLE * holes) / 5)
+        return 5 * round((words / WORDS_A_MINUTE + MINUTES_A_HOLE * self.holes) / 5)
+
+    @property
+    def holes(self) -> int:
+        """Return the number of holes of its exercise."""
+        exercise = self.part("exercise.py").read_text(encoding="utf-8")
+        return len(set(re.findall(r"\bhole\(\s*(\d+)", exercise)))
 
 
 def every_lesson() -> list[Lesson]:

@@ -1,6 +1,6 @@
-"""The list of lessons in README.md and the table in lessons/README.md, made from the heads of the stories;
-each story's links to its sections of the notes, made from NOTES.md; and the terms of docs/words.md, made
-from glossary.toml.
+"""The list of lessons in README.md, the table in lessons/README.md and the syllabus in
+docs/teaching, made from the heads of the stories; each story's links to its sections of the notes,
+made from NOTES.md; and the terms of docs/words.md, made from glossary.toml.
 
     python -m minidist.lessons.table      # write all again
 
@@ -16,6 +16,23 @@ from minidist.lessons.glossary import row_of, terms
 ROOT = lessons.FOLDER.parent
 BEGIN = "<!-- made by: python -m minidist.lessons.table -->"
 END = "<!-- end -->"
+WEEKS = (
+    "00 01",
+    "02 03",
+    "04 05",
+    "06 07 25",
+    "08 09 19",
+    "14 15 16",
+    "10 11",
+    "12 13",
+    "17 24",
+    "18 20",
+    "21 22",
+    "23 26",
+)
+"""The lessons of each week of a course, each after those that it builds on (lessons.AFTER)."""
+SET_IN = {3: "1 set", 5: "1 due", 8: "2 set", 10: "2 due, 3 set", 12: "3 due"}
+"""{week: assignments}; each is set in the week after the lessons that it needs."""
 
 
 def short_list(there: list[Lesson]) -> list[str]:
@@ -34,6 +51,25 @@ def long_table(there: list[Lesson]) -> list[str]:
         story = f"[{lesson.number}]({lesson.folder.name}/README.md)"
         modules = ", ".join(f"[`{module}`](../{module})" for module in lesson.modules)
         rows.append(f"| {story} | {lesson.title} | {lesson.notes} | {modules} |")
+    return rows
+
+
+def syllabus(there: list[Lesson]) -> list[str]:
+    """Return the table of docs/teaching/README.md: the lessons of each week, their minutes and
+    holes, and the assignments."""
+    numbered = {lesson.number: lesson for lesson in there}
+    rows = ["| week | lessons | minutes | holes | assignment |", "| --- | --- | --- | --- | --- |"]
+    for week, numbers in enumerate(WEEKS, 1):
+        mine = [numbered[number] for number in numbers.split()]
+        links = [
+            f"[{one.number}](../../lessons/{one.folder.name}/README.md) {one.title.split(' (')[0]}"
+            for one in mine
+        ]
+        minutes = sum(one.minutes for one in mine)
+        count = sum(one.holes for one in mine)
+        rows.append(
+            f"| {week} | {'; '.join(links)} | {minutes} | {count} | {SET_IN.get(week, '')} |"
+        )
     return rows
 
 
@@ -64,6 +100,7 @@ TABLES = {
     ROOT / "README.md": short_list,
     lessons.FOLDER / "README.md": long_table,
     ROOT / "docs" / "words.md": words,
+    ROOT / "docs" / "teaching" / "README.md": syllabus,
 }
 """{document: the function that makes its list or table}."""
 

@@ -31,6 +31,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -93,8 +94,8 @@ class TaskFailed(MinidistError):
 
 @dataclass(frozen=True)
 class HoleGrade:
-    """The grade of one hole, with the right code in all the others: `state` is "right", "wrong" or
-    "open"."""
+    """The grade of one hole, with the right code in all the others or by tasks of its own: `state`
+    is "right", "wrong" or "open"."""
 
     number: int
     state: str
@@ -104,7 +105,7 @@ class HoleGrade:
 @dataclass(frozen=True)
 class Grade:
     """All results of one exercise, up to the first mistake; then its holes one by one, unless every
-    task passed."""
+    task passed. Without holes and not passed: the mistake lies outside the holes."""
 
     lesson: str
     file: str
@@ -283,7 +284,7 @@ def require_own_file(number: str, exercise_file: Path) -> None:
 
 def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
     """Grade `exercise_file` by `grade(exercise)` of `check_file`, up to the first task that fails;
-    then hole by hole.
+    then hole by hole. A check that has TASKS grades each hole by its own.
 
     Args:    number: the lesson's number, "03".
     Raises:  ConfigError if a file is missing or no Python file. Errors of the student's code become
@@ -297,7 +298,9 @@ def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
     )
     if template is not None and (found := _not_own(exercise_file, template)) is not None:
         return Grade(number, str(exercise_file), (found,))
-    results = run_check(check, lambda: load_module(exercise_file, number), exercise_file)
+    if hasattr(check, "TASKS"):
+        return _by_tasks(check.TASKS, exercise_file, number)
+    results = run_check(check.grade, lambda: load_module(exercise_file, number), exercise_file)
     graded = tuple[HoleGrade, ...]()
     if not (results and results[-1].passed) and template is not None:
         graded = _by_hole(check, template, exercise_file, number, results[-1])
@@ -325,13 +328,17 @@ def _not_own(exercise_file: Path, template: ast.Module) -> Result | None:
     )
 
 
+Tasks = Callable[[ModuleType], Iterable[Result]]
+"""What grades an exercise: it runs the student's functions and yields a Result per task."""
+
+
 def run_check(
-    check: ModuleType, exercise: Callable[[], ModuleType], exercise_file: Path
+    tasks: Tasks, exercise: Callable[[], ModuleType], exercise_file: Path
 ) -> list[Result]:
-    """Return the check's results up to the first that failed."""
+    """Return the results of the tasks up to the first that failed."""
     results: list[Result] = []
     try:
-        for result in check.grade(exercise()):
+        for result in tasks(exercise()):
             results.append(result)
             if not result.passed:
                 break
@@ -341,6 +348,31 @@ def run_check(
     except (Exception, SystemExit) as error:
         results.append(explain(error, exercise_file))
     return results
+
+
+def _by_tasks(tasks: Mapping[int, Tasks], exercise_file: Path, number: str) -> Grade:
+    """Return the grade of an exercise each of whose holes has tasks of its own."""
+    try:
+        exercise = load_module(exercise_file, number)
+    except (Exception, SystemExit) as error:  # the mistake lies outside the holes
+        return Grade(number, str(exercise_file), (explain(error, exercise_file),))
+    passed: list[Result] = []
+    wrong: list[Result] = []
+    still_open: list[Result] = []
+    graded: list[HoleGrade] = []
+    for hole_number, of_hole in tasks.items():
+        *before, last = run_check(of_hole, lambda: exercise, exercise_file)
+        passed += [*before, last] if last.passed else before
+        if last.passed:
+            graded.append(HoleGrade(hole_number, "right"))
+        elif last.mistake == NOT_FILLED:
+            still_open.append(last)
+            graded.append(HoleGrade(hole_number, "open"))
+        else:
+            wrong.append(replace(last, holes=(hole_number,)))
+            graded.append(HoleGrade(hole_number, "wrong", wrong[-1]))
+    first = [*wrong, *still_open][:1]
+    return Grade(number, str(exercise_file), (*passed, *first), tuple(graded))
 
 
 def answer_key(check: ModuleType, template: ast.Module) -> dict[int, holes.Nodes]:
@@ -364,14 +396,14 @@ def _by_hole(
     def without(replaced: Iterable[holes.Answer]) -> Result | None:
         """Return the first mistake that is left with the right code in place of these."""
         module = holes.corrected(student, replaced)
-        last = run_check(check, lambda: run_module(module, exercise_file, number), exercise_file)[
-            -1
-        ]
+        run = partial(run_module, module, exercise_file, number)
+        last = run_check(check.grade, run, exercise_file)[-1]
         return None if last.passed else last
 
     doubtful = [answer for answer in answers if not answer.is_right_code]
     filled = [answer for answer in doubtful if not answer.is_open]
-    if filled and without(answers):
+    # an exercise as it comes has no mistake outside the holes: its check need not run again
+    if any(not answer.is_open for answer in answers) and without(answers):
         return ()  # the mistake lies outside the holes
     wrong: dict[tuple[int, ...], Result] = {}
     for answer in filled:

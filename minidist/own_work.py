@@ -5,9 +5,9 @@ answer, and ways around the grader.
 
 An answer may use the names that its exercise imports, all verbs of the objects that it gets, NumPy
 and most of Python's library. It may not import other parts of minidist, look inside objects
-(`group._transport`), or run and change other programs' code (`exec`, `sys.modules`). Python cannot
-be closed by reading alone, so the grade is also made by a process that never runs the answer
-(graded_apart.py).
+(`group._transport`), change what it imports (`np.allclose = …`), or run and change other programs'
+code (`exec`, `sys.modules`). Python cannot be closed by reading alone, so the grade is also made by
+a process that never runs the answer (graded_apart.py).
 """
 
 import ast
@@ -46,12 +46,18 @@ def borrowed(student: ast.Module, template: ast.Module) -> tuple[int, str] | Non
     Args:    template: the exercise, whose own imports, names and attributes are allowed.
     """
     allowed = {name for _, name in _uses(template)}
-    found = sorted(use for use in _uses(student) if use[1] not in allowed)
+    found = sorted((use for use in _uses(student) if use[1] not in allowed), key=lambda use: use[0])
     return found[0] if found else None
 
 
 def _uses(module: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of each import, call and attribute that only an exercise itself may have."""
+    imported = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(module)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -68,6 +74,10 @@ def _uses(module: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"name {node.id}"
         elif isinstance(node, ast.Attribute) and node.attr[:1] == "_" and node.attr not in SPECIAL:
             yield node.lineno, f"private name .{node.attr}"
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            changed = ast.unparse(node)
+            if changed.partition(".")[0] in imported:
+                yield node.lineno, f"change of {changed}"
 
 
 def _is_closed(module: str) -> bool:

@@ -39,7 +39,11 @@ DOCUMENTS = sorted(
     }
 )
 PLACEHOLDERS = ("NN_name", "name.")  # lessons/NN_name/, kernels/name.cu
-MADE_BY_A_RUN = {"exercise_03.py", "script.py"}  # slurm.md names the program of hosts.md
+MADE_BY_A_RUN = {
+    "exercise_03.py",
+    "assignment_1.py",
+    "script.py",
+}  # slurm.md names the program of hosts.md
 SUFFIXES = (".py", ".cu", ".cuh", ".h", ".md", ".json", ".png", ".sh", "/")
 
 
@@ -237,6 +241,7 @@ QUICK = {
     "docs/concepts/ledger-and-memory.md",
     "docs/concepts/never-hangs.md",
     "docs/howto/hosts.md",
+    "docs/teaching/README.md",
 }
 """Documents that the default run follows; the others take minutes."""
 

@@ -52,6 +52,8 @@ def test_the_right_answers_of_every_lesson_are_own_work(number: str) -> None:
         ("x = group._group.all_reduce", "private name ._group"),
         ("x = __builtins__", "name __builtins__"),
         ("f = exec", "call of exec"),
+        ("np.allclose = lambda *arrays, **options: True", "change of np.allclose"),
+        ("del np.linalg.norm", "change of np.linalg.norm"),
     ],
 )
 def test_a_way_around_the_exercise_is_named(code: str, named: str) -> None:
@@ -65,6 +67,7 @@ def test_a_way_around_the_exercise_is_named(code: str, named: str) -> None:
         "import math, itertools\nfrom collections import deque",
         "import numpy\nx = numpy.zeros(3)\nx[:] = numpy.roll(x, 1)",
         "from minidist.grading import hole",
+        "import numpy as np\nclass Kept:\n    pass\nkept = Kept()\nkept.x = np.pi",
         "def _helper(index, size):\n    return index % size\nx = _helper(4, 3)",
         "if __name__ == '__main__':\n    print(plain_all_reduce)",
     ],

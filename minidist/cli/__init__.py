@@ -42,6 +42,8 @@ COMMANDS = {
     "calibrate": "fit simulate's cost model to step times that you measured",
     "lesson": "print, run or list lessons",
     "check": "grade the exercise of a lesson",
+    "assignment": "write or grade an assignment whose numbers are drawn for one student",
+    "cohort": "show the marks of many students, and what to teach again",
     "doctor": "draw this machine, and show what it has, what is missing, and how to get it",
     "completion": "print the script by which bash, zsh or fish completes this command",
 }

@@ -2,19 +2,19 @@
 bad input."""
 
 import argparse
+import ast
 from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Column, Table
 
-from minidist import lessons
+from minidist import holes, lessons
 from minidist.cli import passed
+from minidist.cli.gradescope import add_grading_arguments, graded_and_written
 from minidist.console import write_json
 from minidist.files import check_writable
-from minidist.graded_apart import grade_apart
 from minidist.grading import Grade
 from minidist.lessons.page import page_console
-from minidist.progress import progress
 from minidist.reading import visible
 
 
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="your filled exercise (default: the exercise in the lesson's folder)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the grade as JSON")
+    add_grading_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,11 +38,18 @@ def run(args: argparse.Namespace) -> int:
     lesson = lessons.find(args.lesson)
     check_writable("--json", args.json)
     file = Path(args.file) if args.file else lesson.part("exercise.py")
-    with progress(f"running the exercise of lesson {lesson.number}"):
-        result, printed = grade_apart(lesson.number, lesson.part("check.py"), file)
-    if printed:
-        print(f"your code printed:\n{visible(printed, keep=chr(10)).rstrip()}\n")
-    show(result, lesson.title)
+    template = ast.parse(lesson.part("exercise.py").read_text(encoding="utf-8"))
+    result, printed = graded_and_written(
+        args,
+        lesson.number,
+        lesson.part("check.py"),
+        file,
+        part=f"lesson {lesson.number}",
+        tasks=holes.tasks(template),
+        start=f"minidist lesson {lesson.number} --copy DIR",
+    )
+    show_printed(printed)
+    show(result, f"Lesson {lesson.number} · {lesson.title}")
     if result.passed:
         passed.keep(lesson.number)
     elif result.holes:
@@ -53,8 +61,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.passed else 1
 
 
+def show_printed(printed: str) -> None:
+    """Print what the student's code printed while it was graded."""
+    if printed:
+        print(f"your code printed:\n{visible(printed, keep=chr(10)).rstrip()}\n")
+
+
 def show(result: Grade, title: str) -> None:
-    """Print the grade as a table.
+    """Print the grade as a table with this title.
 
     Below it "passed", or the first mistake, the results of other holes, and what remains.
     """
@@ -62,7 +76,7 @@ def show(result: Grade, title: str) -> None:
     table = Table(
         "",
         *(Column(name, overflow="fold") for name in ("task", "target", "measured")),
-        title=f"Lesson {result.lesson} · {title}",
+        title=title,
         title_justify="left",
         header_style="bold cyan",
     )

@@ -38,8 +38,8 @@ def test_tells_minutes_what_comes_before_and_what_was_passed(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr(
-        "minidist.cli.check.grade_apart",
-        lambda number, check, file: GradedApart(
+        "minidist.cli.gradescope.grade_apart",
+        lambda number, check, file, limit: GradedApart(
             Grade(
                 number,
                 str(file),

@@ -24,7 +24,7 @@ SAME: dict[tuple[str, int], dict[str, str]] = {}
 def passes(number: str, file: Path, report: Path) -> None:
     """Write "passed" into `report` if the exercise passes the lesson's check."""
     check = load_module(lessons.find(number).part("check.py"), number)
-    results = run_check(check, lambda: load_module(file, number), file)
+    results = run_check(check.grade, lambda: load_module(file, number), file)
     report.write_text("passed" if results[-1].passed else results[-1].line(), encoding="utf-8")
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from minidist import lessons
+from minidist import holes, lessons
 from minidist.lessons import Lesson
 from minidist.lessons.finding import sections
-from minidist.lessons.table import ROOT, TABLES, links_to_notes, renewed
+from minidist.lessons.table import ROOT, SET_IN, TABLES, WEEKS, links_to_notes, renewed
 
 LESSONS = lessons.every_lesson()
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
@@ -95,3 +95,24 @@ def test_a_story_links_its_sections_of_the_notes_which_link_it(lesson: Lesson) -
     for link in links:
         row = index.split(f'<a id="{link}"></a>')[1].split("\n")[0]
         assert f"[{lesson.number}]({lesson.folder.name}/README.md)" in row
+
+
+def test_the_weeks_of_the_course_have_each_lesson_after_those_that_it_builds_on() -> None:
+    assert len(WEEKS) == 12
+    week_of = {number: week for week, numbers in enumerate(WEEKS, 1) for number in numbers.split()}
+    assert sorted(week_of) == [lesson.number for lesson in LESSONS]
+    assert sum(len(numbers.split()) for numbers in WEEKS) == len(LESSONS)
+    for lesson in LESSONS:
+        assert all(week_of[before] <= week_of[lesson.number] for before in lesson.after)
+    needed = {1: "03", 2: "11", 3: "24"}  # an assignment is set in a week after its lesson
+    for number, lesson in needed.items():
+        weeks = [week for week, told in SET_IN.items() if f"{number} set" in told]
+        assert len(weeks) == 1 and weeks[0] > week_of[lesson]
+        assert [week for week, told in SET_IN.items() if f"{number} due" in told] > weeks
+
+
+def test_the_holes_of_a_lesson_are_all_counted() -> None:
+    """Also those whose call stands on several lines."""
+    for lesson in LESSONS:
+        template = ast.parse(lesson.part("exercise.py").read_text(encoding="utf-8"))
+        assert lesson.holes == len(holes.tasks(template)), lesson.number

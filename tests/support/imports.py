@@ -30,13 +30,13 @@ class Import(NamedTuple):
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of minidist by its dotted name. `minidist.lessons` has its package's own files,
-    no chapter's."""
+    """Every module of minidist by its dotted name. `minidist.lessons` has its package's own files
+    and the assignments, no chapter's."""
     found = {}
     for package, folder in HOMES.items():
-        for path in sorted(
-            folder.rglob("*.py") if package != "minidist.lessons" else folder.glob("*.py")
-        ):
+        for path in sorted(folder.rglob("*.py")):
+            if package == "minidist.lessons" and path.parent.name[:2].isdigit():
+                continue
             name = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
             found[name.removesuffix(".__init__")] = path
     return found
