@@ -330,7 +330,12 @@ def test_the_mnist_example_trains_the_same_model_on_any_number_of_ranks() -> Non
     ("number", "place", "title", "told"),
     [
         ("04", 3, "all_reduce on tori", "the lesson's third table; bytes over the busiest link"),
-        ("04", 4, "two machines; between them", "section 4 of the output (the lesson's fourth table) has messages, bytes and times"),
+        (
+            "04",
+            4,
+            "two machines; between them",
+            "section 4 of the output (the lesson's fourth table) has messages",
+        ),
         ("10", 3, "N2:166", "The lesson's third table cuts a model of that size"),
     ],
 )
