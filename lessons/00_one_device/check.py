@@ -1,5 +1,5 @@
-"""Grades exercise 00: the student's formulas beside the memory account of real steps, on several
-models."""
+"""Grades exercise 00: the student's formulas, compared with the memory account of real steps of
+several models."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.tensor import no_grad
-from minidist.console import size_text
+from minidist.console import plural, size_text
 from minidist.device import account
-from minidist.grading import Mistake, Result, expect, judge
-from minidist.lessons.lab import new_model, random_batch
+from minidist.grading import Mistake, Result, expect, judge, variant
+from minidist.lessons.lab import difference, new_model, random_batch
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD, Adam
 from minidist.parallel.step.single import plain_single
@@ -55,8 +55,13 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     yield from _evaluation(exercise, CONFIGS[-1])
 
 
+def _bytes(count: Any) -> str:
+    """Return a number of bytes, all digits."""
+    return f"{count:,} bytes"
+
+
 def _name(config: GPTConfig) -> str:
-    return f"{config.layers} layers of width {config.width}"
+    return f"{plural(config.layers, 'layer')} of width {config.width}"
 
 
 def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
@@ -70,30 +75,43 @@ def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
         loss = loop(model, SGD(list(model.parameters()), 0.5), batches)
         return loss, np.concatenate([np.ravel(parameter.data) for parameter in model.parameters()])
 
-    def kept_gradients(model: GPT, optimizer: SGD, rows: Any) -> None:
-        for inputs, targets in rows:
-            model.loss(inputs, targets, targets.size).backward()
-            optimizer.step()
+    def other(old: str, new: str) -> Callable[[], bool]:
+        changed = variant(plain_single, old, new)
+        return lambda: difference(found, trained(changed)[1]) < 1e-5
 
+    divided = "the mean over all targets, B times T of them: section 1 (hole 1)"
     (loss, weights) = trained(plain_single)
     (mine, found) = trained(exercise.plain_single)
-    moved = not np.array_equal(found, trained(lambda *_: 0.0)[1])
-    right = found.shape == weights.shape and np.allclose(found, weights, rtol=1e-5)
+    error = difference(found, weights)
     yield judge(
         "weights after 3 batches",
-        right,
+        error < 1e-5,
         "the plain version's",
-        "equal" if right else "others",
+        "equal" if error < 1e-5 else f"off by {error:.1e} of the largest",
         "another step",
-        "divide by the number of targets, update, forget the gradients: section 1 (holes 1, 2)",
+        "divide the loss by the number of its targets, update once a batch, forget the gradients: "
+        "section 1 (holes 1, 2)",
         signs={
             "the weights did not move": Mistake(
-                not moved, "optimizer.step() in every batch (hole 2)"
+                np.array_equal(found, trained(lambda *_: 0.0)[1]),
+                "the optimizer makes a step in every batch, while the gradients are there (hole 2)",
             ),
             "the gradients of the batches before are still there": Mistake(
-                lambda: np.allclose(found, trained(kept_gradients)[1], rtol=1e-5),
-                "optimizer.zero_grad() after each update: section 1 (hole 2)",
+                other("        optimizer.zero_grad()\n", ""),
+                "they are forgotten after each update: section 1 (hole 2)",
             ),
+            "two updates a batch": Mistake(
+                other("optimizer.step()", "optimizer.step(), optimizer.step()"),
+                "one update for each batch: section 1 (hole 2)",
+            ),
+            "divided by the number of sequences": Mistake(
+                other("targets.size", "len(targets)"), divided
+            ),
+            "divided by the number of tokens of one sequence": Mistake(
+                other("targets.size", "targets.shape[1]"), divided
+            ),
+            "the sum, not the mean": Mistake(other("targets.size", "1"), divided),
+            "the opposite sign": Mistake(other("targets.size", "-targets.size"), divided),
         },
     )
     yield Result(
@@ -146,15 +164,17 @@ def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
         adam = category == "optimizer"
         yield expect(
             f"float32, {category}, {_name(config)}",
-            size_text(held[category]),
-            size_text(mine[category]),
+            held[category],
+            mine[category],
             "wrong bytes",
             f"the account counted {held[category] / parameters:g} bytes a parameter: Adam keeps "
             "two moments in the parameters' precision: section 3 (hole 6)",
             signs={
                 "one moment forgotten": adam and each == 4,
                 "that is mixed precision's": adam and each == 12,
+                "weights and gradients are counted, too": adam and each == 16,
             },
+            show=_bytes,
         )
 
 
@@ -168,7 +188,11 @@ def _mixed(exercise: ModuleType) -> Iterator[Result]:
         mine["gradients"],
         "wrong bytes",
         "gradients have the parameters' precision: section 3 (hole 4)",
-        known={"that is float32's": 4 * parameters},
+        known={
+            "that is float32's": 4 * parameters,
+            "these are the numbers, not their bytes": parameters,
+        },
+        show=_bytes,
     )
     yield expect(
         "mixed precision, optimizer of 7 billion",
@@ -182,7 +206,9 @@ def _mixed(exercise: ModuleType) -> Iterator[Result]:
             "master weights and one moment are missing": 4 * parameters,
             "the parameters' bytes are not the optimizer's": 16 * parameters,
             "moments in half precision": 6 * parameters,
+            "these are the numbers, not their bytes": 3 * parameters,
         },
+        show=_bytes,
     )
 
 
@@ -206,12 +232,17 @@ def _activations(exercise: ModuleType, config: GPTConfig) -> Result:
     )
     return judge(
         f"activations of {_name(config)}",
-        abs(measured - target) <= 0.01 * target,
-        size_text(target),
-        size_text(measured),
+        measured == target,
+        _bytes(target),
+        _bytes(measured),
         "too much: attention's scores, or an entry twice",
         "add up the table in section 4: no term grows with the square of the context (hole 7)",
-        signs={"an entry of the table is missing": measured < target},
+        signs={
+            "the norms' two scales, or the scores' logarithms, are miscounted": (
+                abs(measured - target) <= 0.05 * target
+            ),
+            "an entry of the table is missing": measured < target,
+        },
     )
 
 

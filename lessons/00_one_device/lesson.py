@@ -44,13 +44,12 @@ def tour(group: Group, page: Page) -> None:
     plain_beside_single(page, ids)
     page.heading("2  One training step, as the memory account saw it")
     memory, parameters = one_step(page, ids)
-    page.heading("3  Measured beside the formula: 16 bytes a parameter")
+    page.heading("3  Measured, and by the formula: 16 bytes a parameter")
     beside_formula(page, memory, parameters)
-    page.heading("4  Seven billion parameters, and the notes' pie")
     seven_billion(page)
-    page.heading("5  Activations beside their formula")
+    page.heading("4  Activations, and their formula")
     activations(page)
-    page.heading("6  All ranks of this job")
+    page.heading("5  All ranks of this job")
     all_ranks(group, page, memory)
 
 
@@ -359,7 +358,7 @@ def keep_the_losses() -> None:
         del loss
         print(
             f"ten losses kept as {kind}: {size_text(memory.now['activations'])} of activations "
-            "are still alive"
+            "are still alive; expected: 0 B"
         )
 
 
@@ -377,12 +376,13 @@ def no_no_grad() -> None:
     value = model.loss(inputs, targets, divisor=targets.size).item()
     print(
         f"without no_grad: loss {value:.6f}, peak of activations "
-        f"{size_text(memory.peak['activations'])}"
+        f"{size_text(memory.peak['activations'])}; expected: as much as with it"
     )
 
 
 def double_the_context() -> None:
     """Show whether activations grow linearly or quadratically with the context."""
+    print("expected, if activations grew as the tokens do: the same bytes a token in each row")
     for context in (64, 128, 256, 512, 1024):
         alive = alive_after_forward(replace(CONFIG, context=context), 2)
         print(

@@ -1,5 +1,5 @@
-"""Grades exercise 01: the numbers of the eight processes of a 2 x 4 job under each launcher, and
-what follows."""
+"""Grades exercise 01: the numbers of each process of two jobs under each launcher, and what
+follows."""
 
 import sys
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from minidist.launch import detect
 
 NODES = 2
 PER_NODE = 4
+JOBS = ((NODES, PER_NODE), (3, 2))  # machines, processes of each
 # by field
 NAMES = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "node_rank": "NODE_RANK"}
 
@@ -91,30 +92,36 @@ ANSWERS = {
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """Every launcher, then the data and the devices."""
-    for launcher, ranks in environments().items():
-        yield _identities(launcher, ranks, [exercise.identify(environ) for environ in ranks])
+    for nodes, per_node in JOBS:
+        for launcher, ranks in environments(nodes, per_node).items():
+            mine = [exercise.identify(environ) for environ in ranks]
+            yield _identities(launcher, nodes, ranks, mine)
     yield _alone(exercise.identify({"HOME": "/home/student"}))
     yield _samples(exercise)
     yield _devices(exercise)
 
 
-def _identities(launcher: str, environs: list[dict[str, str]], mine: list[Any]) -> Result:
-    """All processes of one launcher beside what `minidist.launch.detect` reads."""
+def _identities(
+    launcher: str, nodes: int, environs: list[dict[str, str]], mine: list[Any]
+) -> Result:
+    """All processes of one launcher, compared with what `minidist.launch.detect` reads."""
+    per_node = len(environs) // nodes
+    job = f"{launcher}, {nodes} machines of {per_node}"
     for rank, (environ, identity) in enumerate(zip(environs, mine, strict=True)):
         for name, target in zip(NAMES, _library(environ), strict=True):
             measured = getattr(identity, name)
             if measured != target:
                 return judge(
-                    f"{launcher}, process {rank}",
+                    f"{job}, process {rank}",
                     False,
                     f"{NAMES[name]} {target}",
                     f"{NAMES[name]} {measured!r}",
                     "wrong variable",
                     f"the table in section 3 lists what {launcher} sets",
-                    signs=_signs(launcher, name, measured, environ),
+                    signs=_signs(launcher, name, measured, target, environ, nodes, per_node),
                 )
     text = f"{len(mine)} identities as md.init reads them"
-    return Result(f"{launcher}, {NODES} x {PER_NODE}", True, text, text)
+    return Result(job, True, text, text)
 
 
 def _library(environ: dict[str, str]) -> tuple[int, int, int, int]:
@@ -123,7 +130,15 @@ def _library(environ: dict[str, str]) -> tuple[int, int, int, int]:
     return launch.world_rank, launch.world_size, launch.local_rank, launch.node_rank
 
 
-def _signs(launcher: str, name: str, measured: Any, environ: dict[str, str]) -> Signs:
+def _signs(
+    launcher: str,
+    name: str,
+    measured: Any,
+    target: int,
+    environ: dict[str, str],
+    nodes: int,
+    per_node: int,
+) -> Signs:
     """Return the mistakes that one wrong number of an identity can show."""
     local = {
         "torchrun": "LOCAL_RANK",
@@ -132,32 +147,50 @@ def _signs(launcher: str, name: str, measured: Any, environ: dict[str, str]) -> 
         "srun": "SLURM_LOCALID",
     }[launcher]
     rank_on_node = int(environ.get("OMPI_COMM_WORLD_NODE_RANK", -1))
+    first = name == "node_rank" and measured == 0
     return {
         "text for a number": Mistake(
             isinstance(measured, str),
-            "the environment holds texts; '4' + '1' is '41': wrap it in int(...)",
+            "the environment holds texts; '4' + '1' is '41': make an integer of it",
         ),
         "local rank for rank": Mistake(
             name == "rank" and measured == int(environ[local]),
-            f"{local} counts on one machine only: two processes now believe they are rank "
-            f"{measured}, and none is rank {NODES * PER_NODE - 1}: read section 2 again",
+            f"{local} counts on one machine only: {nodes} processes now believe they are rank "
+            f"{measured}, and none is rank {nodes * per_node - 1}: read section 2 again",
+        ),
+        "the machine for the rank": Mistake(
+            name == "rank" and measured == int(environ.get("GROUP_RANK", -1)),
+            "that is the machine, and its processes are not told apart: read section 2 again",
         ),
         "local size for size": Mistake(
-            name == "size" and measured == PER_NODE,
-            "that counts one machine's processes, the job has two: read section 2 again",
+            name == "size" and measured == per_node,
+            f"that counts one machine's processes, the job has {nodes} machines: read section 2 "
+            "again",
+        ),
+        "the size of another job": Mistake(
+            name == "size" and measured == NODES * PER_NODE,
+            "the size is not written into the program: read section 5 again",
         ),
         "NODE_RANK under torchrun": Mistake(
-            name == "node_rank" and launcher == "torchrun",
-            "torchrun takes --node_rank but tells its workers GROUP_RANK, so NODE_RANK "
-            "is absent, every machine takes itself for the first: read section 3 again",
+            launcher == "torchrun" and first,
+            "torchrun takes --node_rank, but its workers find no NODE_RANK, so with a default of 0 "
+            "every machine takes itself for the first: read section 3 again",
+        ),
+        "every machine is the first": Mistake(
+            first, "how many whole machines lie before this rank? read section 2 again"
         ),
         "OMPI_COMM_WORLD_NODE_RANK is not the machine": Mistake(
             name == "node_rank" and measured == rank_on_node,
-            "Open MPI means the rank *on* the node by it; the machine is rank // local_size: "
-            "read section 3 again",
+            "Open MPI means the rank *on* the node by it; how many whole machines lie before this "
+            "rank? read section 3 again",
+        ),
+        "one too many": Mistake(
+            measured == target + 1, "all numbers are counted from 0: read section 1 again"
         ),
         "wrong local rank": Mistake(
-            name == "local_rank", f"{launcher} tells it as {local}: read section 3 again"
+            name == "local_rank",
+            f"not the number on this machine, which {launcher} tells in a variable of its own: read "
+            "section 3 again",
         ),
     }
 
@@ -204,7 +237,8 @@ def _samples(exercise: ModuleType) -> Result:
             target,
             f"{len(unread)} unread, {sum(count > 1 for count in readers)} read twice",
             "samples lost or doubled",
-            "range(rank, length, size), whatever the machine: read section 5 again",
+            "from its own rank on, in steps of the number of all ranks, whatever the machine: read "
+            "section 5 again",
         )
     expected = [list(range(rank, length, size)) for rank in range(size)]
     return Result(
@@ -219,7 +253,7 @@ def _samples(exercise: ModuleType) -> Result:
 
 def _devices(exercise: ModuleType) -> Result:
     """LOCAL_RANK counts inside CUDA_VISIBLE_DEVICES."""
-    visible = "12,13,4,5"
+    visible = "13,4,12,5"
     task = f'CUDA_VISIBLE_DEVICES="{visible}"'
     size = NODES * PER_NODE
     for rank in range(size):
@@ -236,8 +270,13 @@ def _devices(exercise: ModuleType) -> Result:
                 "wrong device",
                 "LOCAL_RANK is a place in the visible list: read section 4 again",
                 signs={
+                    "the list was sorted": str(measured)
+                    in (
+                        str(sorted(map(int, visible.split(",")))[rank % PER_NODE]),
+                        sorted(visible.split(","))[rank % PER_NODE],
+                    ),
                     "device 0 .. 3 although others are visible": str(measured)
-                    == str(rank % PER_NODE)
+                    == str(rank % PER_NODE),
                 },
             )
     return Result(

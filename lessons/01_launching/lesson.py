@@ -5,7 +5,7 @@ python lessons/01_launching/lesson.py --nodes 2                  # no launcher: 
                                                                  two machines
 python lessons/01_launching/lesson.py --two-machines             # eight processes under two
                                                                  launchers
-python lessons/01_launching/lesson.py --break rank-in-program    # see README.md, section 6
+python lessons/01_launching/lesson.py --break rank-in-program    # see README.md, section 7
 """
 
 import os
@@ -65,7 +65,7 @@ def tour(group: Group, page: Page, *, nodes: int) -> None:
     if not ranks:
         return
     page.heading(
-        f"1  The job (N0:41): started by {ranks[0]['launcher']}, WORLD_SIZE = {group.size}"
+        f"2  The job (N0:41): started by {ranks[0]['launcher']}, WORLD_SIZE = {group.size}"
     )
     page.table("Machines", ["machine", "processes", "NODE_RANK", "RANK"], machines(ranks))
     page.table(
@@ -85,7 +85,7 @@ def tour(group: Group, page: Page, *, nodes: int) -> None:
         ],
         note=pretended(ranks, nodes),
     )
-    page.heading("2  Which launcher sets which variable")
+    page.heading("3  Which launcher sets which variable, and what these ranks found")
     columns, rows = launcher_table()
     page.table(
         "The names differ, the facts do not",
@@ -94,7 +94,6 @@ def tour(group: Group, page: Page, *, nodes: int) -> None:
         note="… stands for the prefix above; a dash: this launcher does not tell, and md.init "
         "works it out",
     )
-    page.heading("3  What this job's ranks found in their environment")
     names = sorted({name for r in ranks for name in r["set"]})
     page.table(
         "Variables of a launcher, rank by rank",
@@ -246,7 +245,7 @@ def no_import_os() -> None:
         try:
             exec(line, {})
         except NameError as error:
-            print(f">>> {line}\nNameError: {error}")
+            print(f"expected: a number\n>>> {line}\nNameError: {error}")
 
 
 def missing_variable() -> None:
@@ -275,6 +274,7 @@ def two_launchers() -> None:
 
 def one_rank_dies() -> None:
     """Let rank 2 fail: the others must not wait for it."""
+    print("expected: the job ends at once, with the error of rank 2", flush=True)
 
     def rank_two_fails(group: Group) -> None:
         if group.rank == 2:

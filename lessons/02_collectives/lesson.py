@@ -58,11 +58,11 @@ def tour(group: Group, page: Page) -> None:
     """Run the lesson on every rank."""
     page.heading("1  What the verbs do")
     what_they_do(group, page)
-    page.heading("2  What every algorithm sends")
+    page.heading("3.1  What every algorithm sends")
     what_they_send(group, page)
-    page.heading("3  What all-reduce waits for")
+    page.heading("3.2  What an all-reduce waits for")
     what_they_wait_for(group, page)
-    page.heading("4  Which is best when")
+    page.heading("3.3  Which is best when")
     best_when(group, page)
 
 

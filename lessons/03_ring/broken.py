@@ -79,6 +79,10 @@ def examine(all_reduce: AllReduce) -> None:
                 told = [_who(int(chunk[0])) for chunk in np.array_split(result, group.size)]
         return told, costs
 
+    everyone = "+".join(map(str, range(RANKS)))
+    print(
+        f"expected on every rank: {everyone} in each chunk; messages and bytes of the library's ring"
+    )
     for rank, (told, costs) in enumerate(md.run(ranks, size=RANKS, limit=5.0)):
         print(f"rank {rank}: " + ", ".join(f"c{place} = {who}" for place, who in enumerate(told)))
         (messages, nbytes), (ring_messages, ring_nbytes) = costs

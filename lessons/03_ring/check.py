@@ -10,7 +10,7 @@ import numpy as np
 from minidist.comm.collectives.ring import plain_all_gather, plain_all_reduce, plain_reduce_scatter
 from minidist.comm.group import Group
 from minidist.console import size_text
-from minidist.errors import DeadlockError, TimeoutError
+from minidist.errors import DeadlockError, MismatchError, TimeoutError
 from minidist.grading import Result, TaskFailed, expect, sent_since, totals
 from minidist.launch import run
 
@@ -78,6 +78,19 @@ def _on_ranks(
         return run(work, *args, links, size=size, transport="threads-unbuffered", limit=LIMIT)
     except (TimeoutError, DeadlockError):
         raise TaskFailed(_stuck(task, links)) from None
+    except MismatchError:
+        counts = [len(links[rank].sends) for rank in sorted(links)]
+        if len(set(counts)) == 1:
+            raise
+        result = Result(
+            task,
+            False,
+            "as many messages from each rank",
+            ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts)),
+            "ranks make different numbers of steps",
+            "no rank is special, each half takes P-1 steps on every rank: section 3.2 (hole 4)",
+        )
+        raise TaskFailed(result) from None
 
 
 def _contributions(group: Group, reduce_scatter: Any, links: dict[int, Link]) -> list[np.ndarray]:
@@ -253,13 +266,24 @@ def _stuck(task: str, links: dict[int, Link]) -> Result:
             "each send waits for a receive that no rank has reached; send and receive at once with "
             "group.exchange: read section 3.4 again (hole 3)",
         )
+    if links and all(link.doing == "recv" for link in links.values()):
+        return Result(
+            task,
+            False,
+            "every rank returns",
+            doing,
+            "deadlock: all ranks receive first",
+            "no rank has sent yet; send and receive at once with group.exchange: read section 3.4 "
+            "again (hole 3)",
+        )
     return Result(
         task,
         False,
         "every rank returns",
         doing,
         "deadlock",
-        "a rank waits for a message that no rank sends: count the steps, section 3.3",
+        "a rank waits for a message that no rank sends: to which rank does each send, from which does "
+        "it receive, and how many times? sections 3 and 3.3",
     )
 
 

@@ -78,18 +78,17 @@ def ring_all_reduce(group: Group, x: np.ndarray) -> np.ndarray:
 
 def tour(group: Group, page: Page) -> None:
     """Run the lesson on every rank."""
-    page.heading("1  The messages of one ring all-reduce")
-    messages_of_one_ring(group, page)
-    page.heading("2  What a rank sends")
-    bytes_and_messages(group, page)
-    page.heading("3  Where the plain way is hot")
+    page.heading("1  Where the plain way is hot")
     hot_link(group, page)
-    page.heading("4  'First broadcast, then add'")
-    broadcast_then_add(group, page)
-    page.heading("5  Time")
+    page.heading("3  The messages of one ring all-reduce")
+    messages_of_one_ring(group, page)
+    page.heading("3.3  What a rank sends, and how long it takes")
+    bytes_and_messages(group, page)
     seconds(group, page)
-    page.heading("6  Rounding")
+    page.heading("3.5  Rounding")
     rounding(group, page)
+    page.heading("6  'First broadcast, then add' (N3:26)")
+    broadcast_then_add(group, page)
 
 
 def messages_of_one_ring(group: Group, page: Page) -> None:
@@ -350,7 +349,7 @@ def whole_tensors() -> None:
         ring = 2 * (size - 1) * 8000 // size
         print(
             f"P={size}: every element is {total:g} (right), and each rank sent {nbytes} bytes; "
-            f"a ring of chunks sends {ring}: {nbytes / ring:.1f} times less"
+            f"expected, as a ring of chunks: {ring}, {nbytes / ring:.1f} times less"
         )
 
 
@@ -371,7 +370,9 @@ def stop_early() -> None:
         return np.flatnonzero(np.concatenate(chunks) != group.all_reduce(x)).tolist()
 
     for rank, wrong in enumerate(md.run(one_step_short, size=4)):
-        print(f"rank {rank}: elements {wrong} of 0..7 are stale, the others are right")
+        print(
+            f"rank {rank}: elements {wrong} of 0..7 are stale, the others are right; expected: none stale"
+        )
 
 
 def odd_one_out() -> None:
@@ -389,7 +390,7 @@ BREAKS = {
     ),
     "whole-tensors": Break(
         whole_tensors,
-        says="each rank sent 56000 bytes; a ring of chunks sends 14000",
+        says="each rank sent 56000 bytes; expected, as a ring of chunks: 14000",
     ),
     "stop-early": Break(stop_early, says="rank 3: elements [0, 1] of 0..7 are stale"),
     "odd-one-out": Break(odd_one_out, says="ranks disagree in shape", error=MismatchError),

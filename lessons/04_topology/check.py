@@ -189,19 +189,28 @@ def _all_reduce(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result
     for rank, total in enumerate(got):
         counts = [(int(total[0]) // BASE**other) % BASE for other in range(size)]
         wrong = [f"rank {other} {count} times" for other, count in enumerate(counts) if count != 1]
-        mistake, number = (
-            ("a leader without other machines' sums", 5)
-            if rank in lead
-            else ("a rank is never told", 6)
-        )
+        own = set(_machine(rank, nodes))
+        if rank not in lead:
+            mistake = "a rank is never told"
+            advice = "each leader tells its machine the sum over all ranks: section 4 (hole 6)"
+        elif any(count > 1 for count in counts):
+            mistake = "parts are added more than once, or scaled"
+            advice = (
+                "the sum of each machine goes once into the leaders' sum: section 4 (holes 5, 6)"
+            )
+        elif any(counts[other] == 0 for other in own):
+            mistake = "a leader has lost its own machine's sum"
+            advice = "the sums of all machines, this one's too: section 4 (holes 5, 6)"
+        else:
+            mistake = "a leader without other machines' sums"
+            advice = "what the leaders have is added up among them: section 4 (hole 5)"
         yield Result(
             task,
             not wrong,
             "every rank in the sum once",
             f"{', '.join(wrong)} in rank {rank}'s",
             mistake,
-            "what the leaders have is added up, and each tells its machine: section 4 (hole "
-            f"{number})",
+            advice,
         )
     target = FORMULAS["all_reduce", "ring"].bytes_of(Case(len(lead), nbytes=48))
     across = sum(part.across for part in parts)

@@ -35,24 +35,26 @@ lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "05")
 
 def tour(group: Group, page: Page) -> None:
     """Run the lesson: DP in rank 0's process, DDP on all ranks."""
+    page.heading("1  One process with several devices, and one without")
     if group.rank == 0:
-        page.heading("1  One process with several devices, and one without")
         equal_weights(page)
-        page.heading("2  The five steps (N0:133), timed")
+    page.heading("2  The five steps (N0:133), timed; and who reads the data")
+    if group.rank == 0:
         five_steps(page)
-        page.heading("3  What passes through device 0")
-        device_0(page)
-        page.heading("4  Which process reads the data")
         readers(group.size, page)
+    page.heading("3.1  Bytes through device 0")
+    if group.rank == 0:
+        device_0(page)
     group.barrier()
-    page.heading("5  Process, memory, busy time: DP beside DDP (N0:180)")
+    page.heading("3.2  Process, memory, busy time of DP and of DDP (N0:180)")
     smi(group, page)
     if group.rank == 0:
         smi_of_the_notes(page)
-        page.heading("6  Taking turns: the interpreter's lock (N1:38)")
+    page.heading("5  Taking turns: the interpreter's lock (N1:38)")
+    if group.rank == 0:
         lock(page)
     group.barrier()
-    page.heading("7  A step's time, DP's beside DDP's")
+    page.heading("6  A step's time, DP's and DDP's")
     beside_ddp(group, page)
 
 
@@ -186,7 +188,7 @@ def readers(size: int, page: Page) -> None:
         ["DDP", f"rank 0: {sequences // size}", f"{sequences // size}", "0 B", "0 B", "ok"],
     ]
     page.table(
-        f"disk -> CPU -> device: {sequences} sequences, {size} devices or ranks",
+        f"Who reads, disk -> CPU -> device: {sequences} sequences, {size} devices or ranks",
         ["", "reads", "each other reads", "inputs sent on", "formula", ""],
         rows,
         note="DDP's ranks know their numbers, and each reads its own rows (lesson 07's sampler)",
@@ -258,33 +260,33 @@ def smi_of_the_notes(page: Page) -> None:
 def lock(page: Page) -> None:
     """Show how many processors are busy at once, on a clock and here: a model that is mostly
     Python, and one that is mostly BLAS."""
-    rows = []
+    counted = []
+    measured = []
     for name, config, sequences, steps in (
-        ("Python: 12 layers of width 8", lab.PYTHON, 4, 2),
-        ("BLAS: 1 layer of width 256", lab.BLAS, 4, 1),
+        ("small products: 12 layers of width 8", lab.PYTHON, 4, 2),
+        ("large products: 1 layer of width 256", lab.BLAS, 4, 1),
     ):
-        for replicas in (1, 4):
-            found = lab.turns(config, replicas, sequences=sequences, steps=steps)
-            clock, busy = lab.turns_on_a_clock(config, replicas, sequences=sequences)
-            rows.append(
-                [
-                    name,
-                    replicas,
-                    f"{1e3 * clock:.1f} ms",
-                    f"{busy:.2f}",
-                    f"{1e3 * found['seconds']:.1f} ms",
-                    f"{found['cores']:.2f}",
-                ]
-            )
+        clocks = [lab.turns_on_a_clock(config, ranks, sequences=sequences) for ranks in (1, 4)]
+        counted.append(
+            [name, f"{clocks[1][1]:.2f}", *(f"{1e3 * seconds:.1f} ms" for seconds, _ in clocks)]
+        )
+        here = [lab.turns(config, ranks, sequences=sequences, steps=steps) for ranks in (1, 4)]
+        measured.append(
+            [name, f"{here[1]['cores']:.2f}", *(f"{1e3 * one['seconds']:.1f} ms" for one in here)]
+        )
+    columns = ["busy processors", "one replica", "four replicas"]
     page.table(
-        "4 sequences, one BLAS thread a replica",
-        ["", "replicas", "on a clock", "busy", "a step took", "busy"],
-        rows,
-        note=f"clock: each NumPy call holds the lock for {1e6 * lab.HOLD:g} µs, then computes "
-        f"without it at {lab.FLOPS / 1e9:g} GFLOP/s or {lab.BYTES / 1e9:g} GB/s; each "
-        f"replica has a processor. took: wall time here, {os.cpu_count()} processors as "
-        "busy as they are. Replicas of the first model wait for each other's Python; those "
-        "of the second compute side by side",
+        "Counted, the passes of 4 sequences",
+        ["four replicas on the clock", *columns],
+        counted,
+        note=f"each NumPy call holds the lock for {1e6 * lab.HOLD:g} µs, then computes without it at "
+        f"{lab.FLOPS / 1e9:g} GFLOP/s or {lab.BYTES / 1e9:g} GB/s; each replica has a processor",
+    )
+    page.table(
+        "Measured here, a step of 4 sequences",
+        ["four replicas", *columns],
+        measured,
+        note=f"wall time, {os.cpu_count()} processors as busy as they are, one BLAS thread a replica",
     )
 
 
@@ -311,7 +313,7 @@ def beside_ddp(group: Group, page: Page) -> None:
                 "DP / DDP",
             ],
             rows,
-            note=f"passes: as in section 6. Links carry {lab.LINK / 1e9:g} GB/s; DP's has all "
+            note=f"passes: as in section 5. Links carry {lab.LINK / 1e9:g} GB/s; DP's has all "
             "that passes device 0, DDP's the ring's share. DDP hides most of that behind "
             "backward, DP nothing",
         )
@@ -361,7 +363,11 @@ class ForgetsToCopy(DataParallel):
 def average_twice() -> None:
     """Compare the right losses with those if gradients are averaged although the loss was a
     mean."""
+    print("SGD: every step is 4 times too short; expected: the losses of the first line")
     _compare(AveragesTwice, "averaged twice", SGD, 0.5)
+    print(
+        "Adam: it divides each gradient by its usual size; expected: the losses of the first line"
+    )
     _compare(AveragesTwice, "averaged twice, Adam", Adam, 1e-2)
 
 
@@ -382,7 +388,8 @@ def _compare(strategy: Any, name: str, optimizer: Any, lr: float, *, steps: int 
     )
     print(f"{'right:':22s} loss " + " ".join(f"{loss:.4f}" for loss in losses))
     print(f"{name + ':':22s} loss " + " ".join(f"{loss:.4f}" for loss in others))
-    print(f"weights apart by {difference(weights(wrong), weights(right)):.1e} of the largest")
+    apart = difference(weights(wrong), weights(right))
+    print(f"weights apart by {apart:.1e} of the largest; expected: less than 1e-10")
 
 
 def update_the_replicas() -> None:
@@ -398,7 +405,10 @@ def update_the_replicas() -> None:
             optimizer.step()
             optimizer.zero_grad()
         furthest = max(difference(weights(model), weights(models[0])) for model in models)
-        print(f"step {step}: the replicas are apart by {furthest:.3f} of the largest weight")
+        print(
+            f"step {step}: the replicas are apart by {furthest:.3f} of the largest weight; "
+            "expected: 0, all replicas the same"
+        )
 
 
 def too_many_threads() -> None:
@@ -408,8 +418,8 @@ def too_many_threads() -> None:
         moments, waited = lab.products_on_a_clock(4, threads)
         print(
             f"4 replicas with {threads} BLAS thread{'s' * (threads > 1)} each, 3 products each, "
-            f"on a clock with 2 processors: {moments} moments; {waited / 2 / moments:.0%} of the "
-            "processors' time is spent in waiting"
+            f"on a clock with 2 processors: {moments} moments, expected {4 * 3 * lab.PRODUCT // 2}; "
+            f"{waited / 2 / moments:.0%} of the processors' time is spent in waiting"
         )
         with threadpool_limits(threads, user_api="blas"):
             seconds = min(lab.products(4) for _ in range(2))
@@ -427,7 +437,7 @@ BREAKS = {
         update_the_replicas,
         says="step 4: the replicas are apart by 0.26",
     ),
-    "too-many-threads": Break(too_many_threads, says="100 moments; 76% of the processors' time"),
+    "too-many-threads": Break(too_many_threads, says="100 moments, expected 24; 76% of the"),
 }
 
 

@@ -1,15 +1,17 @@
-"""Grades exercise 06: ranks as threads train a small GPT with your functions; one process is the
-answer key."""
+"""Grades exercise 06: ranks as threads train a small GPT with your functions; the weights must be
+those of one process."""
 
+import inspect
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.console import size_text
-from minidist.grading import Mistake, Result, expect, judge, totals
+from minidist.console import plural, size_text
+from minidist.grading import Mistake, Result, expect, judge, totals, variant
 from minidist.launch import run
 from minidist.lessons.checking import on_ranks, parity
 from minidist.lessons.lab import new_model, random_batch, weights
@@ -23,7 +25,7 @@ from minidist.parallel.step.step import part_of
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES = 5
 STEPS = 3
-RATE = 0.5
+RATE = 0.4  # a rate at which no known mistake makes all weights 0
 
 CUT_FROM = (plain_worker, plain_server)
 ANSWERS = {
@@ -38,11 +40,11 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     """Keys, synchronous steps, the bound, traffic."""
     for servers in (1, 2, 3):
         yield _keys(exercise, servers)
-    for workers in (1, 2, 3):
+    for workers in (2, 1, 3):
         yield _steps(exercise, workers)
     yield from _bound(exercise)
     for workers, servers in ((3, 1), (4, 2)):
-        yield _traffic(exercise, workers, servers)
+        yield from _traffic(exercise, workers, servers)
 
 
 def _keys(exercise: ModuleType, servers: int) -> Result:
@@ -54,14 +56,18 @@ def _keys(exercise: ModuleType, servers: int) -> Result:
         sum(size for size, where in zip(sizes, owner, strict=True) if where == server)
         for server in range(servers)
     ]
+    nowhere = sorted({where for where in owner if where not in range(servers)})
     return judge(
-        f"{len(sizes)} keys on {servers} servers, the fullest",
-        max(loads) <= target,
+        f"{len(sizes)} keys on {plural(servers, 'server')}, the fullest server",
+        max(loads) <= target and not nowhere,
         f"{target} numbers",
-        f"{max(loads)} numbers",
+        f"{max(loads)} numbers" if not nowhere else f"keys on server {nowhere[0]}",
         "divided by number, not by size",
         "the next key goes where least is so far: section 3 (hole 1)",
-        signs={"one server has all keys": servers > 1 and max(loads) == sum(sizes)},
+        signs={
+            "there is no such server": nowhere,
+            "one server has all keys": servers > 1 and max(loads) == sum(sizes),
+        },
     )
 
 
@@ -93,8 +99,8 @@ def _serial(scale: float = 1.0, rows: slice = slice(None)) -> np.ndarray:
 
 
 def _steps(exercise: ModuleType, workers: int) -> Result:
-    """Worker 0's weights beside one process's."""
-    task = f"{workers} workers, {STEPS} steps"
+    """Worker 0's weights, compared with one process's."""
+    task = f"{plural(workers, 'worker')}, {STEPS} steps"
     ranks = on_ranks(
         _job,
         exercise,
@@ -103,37 +109,70 @@ def _steps(exercise: ModuleType, workers: int) -> Result:
         task=task,
         target="every rank returns",
         mistake="the ranks wait for each other",
-        advice="each key is pushed once to its server, and pulled once from there: section 1 "
-        "(holes 2 to 5)",
+        advice="each key is pushed once by every worker to the server, and comes once from there to "
+        "every worker: section 1 (holes 2 to 5)",
     )
     batch = random_batch(CONFIG, 0, SEQUENCES)
     first, last = (len(part_of(batch, size=workers, rank=rank).inputs) for rank in (0, workers - 1))
+    every = "every worker's gradients count: section 2 (hole 4)"
+    summed = (
+        "each worker divides its loss by the targets of all workers already: section 2 (holes 2, 4)"
+    )
+
+    def other(old: str, new: str) -> Any:
+        return lambda: _other_way(workers, old, new)
+
     return parity(
         task,
         _serial(),
         ranks[:1],
         "wrong weights",
-        "push, sum, step, pull: sections 1 and 2 (holes 2 to 5)",
+        "gradients go to the server, weights come back, both unchanged; the server adds up, and then "
+        "makes its step: sections 1 and 2 (holes 2 to 5)",
         known={
-            "averaged": Mistake(
-                lambda: _serial(1 / workers),
-                "the losses are divided by all targets already, so gradients are summed: "
-                "section 2 (hole 4)",
+            "divided by the number of workers": Mistake(lambda: _serial(1 / workers), summed),
+            "multiplied by the number of workers": Mistake(lambda: _serial(workers), summed),
+            "the opposite sign": Mistake(
+                other("p.grad = sum(", "p.grad = -sum("),
+                "the optimizer subtracts: section 1 (holes 2, 4)",
             ),
             "one worker's gradients alone": Mistake(
-                lambda: _serial(rows=slice(0, first)), "every worker pushes: section 2 (hole 4)"
+                lambda: _serial(rows=slice(0, first)),
+                every,
             ),
             "the last worker's gradients alone": Mistake(
-                lambda: _serial(rows=slice(SEQUENCES - last, SEQUENCES)),
-                "every worker pushes: section 2 (hole 4)",
+                lambda: _serial(rows=slice(SEQUENCES - last, SEQUENCES)), every
             ),
             "nothing was pulled": Mistake(
                 lambda: weights(new_model(CONFIG)),
-                "parameter.data[...] = what the server sends: section 1 (hole 3)",
+                "what the server sends must be in the weight's own array: section 1 (hole 3)",
+            ),
+            "what came was added to the weights": Mistake(
+                other(
+                    "group.recv(src=workers, out=p.data)", "p.data[...] += group.recv(src=workers)"
+                ),
+                "it takes their place: section 1 (hole 3)",
+            ),
+            "the weights were pushed": Mistake(
+                other("group.send(p.grad, dst=workers)", "group.send(p.data, dst=workers)"),
+                "the server has the weights, it needs gradients: section 1 (hole 2)",
+            ),
+            "the gradients came back": Mistake(
+                other("group.send(p.data, dst=worker)", "group.send(p.grad, dst=worker)"),
+                "a worker needs what the optimizer has made: section 1 (hole 5)",
             ),
         },
         wanted="the weights of one process",
     )
+
+
+def _other_way(workers: int, old: str, new: str) -> np.ndarray:
+    """Return worker 0's weights if one of the plain functions has `new` in place of `old`."""
+    changed = ModuleType("another_way")
+    for function in (plain_worker, plain_server):
+        has = old in inspect.getsource(function)
+        setattr(changed, function.__name__, variant(function, old, new) if has else function)
+    return run(_job, changed, workers, size=workers + 1)[0]
 
 
 # -------------------------------------------------------------------------------- bound and traffic
@@ -152,6 +191,7 @@ def _bound(exercise: ModuleType) -> Iterator[Result]:
         ),
         ((1, [9, 3, 4], {0, 1, 2}, 2), True, "the slow one waits, too"),
         ((0, [6, 3, 5], {0, 2}, 2), True, lost),
+        ((0, [6, 3, 5], {0}, 2), True, lost),
     ]
     for arguments, target, mistake in cases:
         worker, done, running, staleness = arguments
@@ -166,8 +206,8 @@ def _bound(exercise: ModuleType) -> Iterator[Result]:
         )
 
 
-def _traffic(exercise: ModuleType, workers: int, servers: int) -> Result:
-    """The formulas beside the ledger of one step."""
+def _traffic(exercise: ModuleType, workers: int, servers: int) -> Iterator[Result]:
+    """The formulas, compared with the ledger of one step."""
 
     def step(world: Group) -> int:
         server = ParameterServer(new_model(CONFIG), world, servers=servers)
@@ -176,23 +216,54 @@ def _traffic(exercise: ModuleType, workers: int, servers: int) -> Result:
         return totals(world.ledger)[1] - before
 
     nbytes = sum(p.data.nbytes for p in new_model(CONFIG).parameters())
-    target = sum(run(step, size=workers + servers)) / servers, 4 * (workers - 1) / workers * nbytes
-    mine = exercise.link_bytes(nbytes, workers, servers)
-    return expect(
-        f"in and out of a link, {workers} workers, {servers} servers",
-        target,
-        mine,
+    answer = exercise.link_bytes(nbytes, workers, servers)
+    task = f"{workers} workers, {plural(servers, 'server')}, in and out of"
+    yield judge(
+        f"{task} a server and of a rank of a ring",
+        isinstance(answer, tuple | list) and len(answer) == 2,
+        "two numbers",
+        f"{len(answer)} numbers" if isinstance(answer, tuple | list) else type(answer).__name__,
+        "not a pair",
+        "(bytes of a server, bytes of a rank of a ring) (hole 7)",
+    )
+    server, ring = answer
+    all_servers = sum(run(step, size=workers + servers))
+    share = 4 * nbytes / workers
+    yield expect(
+        f"{task} a server",
+        all_servers / servers,
+        server,
         "wrong bytes",
-        "every worker pushes and pulls everything; a ring's rank sends 2(N-1)/N Ψ and receives "
-        "as much: section 3 (hole 7)",
+        "every worker pushes all gradients and pulls all weights; the servers share that: section 3 "
+        "(hole 7)",
         known={
-            "one direction alone": (workers * nbytes / servers, target[1]),
-            "of all servers together": (2 * workers * nbytes, target[1]),
-            "of one worker alone": (2 * nbytes / servers, target[1]),
-            "the ring's one direction alone": (target[0], target[1] / 2),
+            "one direction alone": workers * nbytes / servers,
+            "of all servers together": 2 * workers * nbytes,
+            "of one worker alone": 2 * nbytes / servers,
+            "one worker is left out": 2 * (workers - 1) * nbytes / servers,
+            "these are the bytes of a rank of a ring": (workers - 1) * share,
         },
-        same=np.allclose,
-        show=lambda pair: " and ".join(map(size_text, pair)),
+        same=np.isclose,
+        show=size_text,
+    )
+    yield expect(
+        f"{task} a rank of a ring of the workers",
+        (workers - 1) * share,
+        ring,
+        "wrong bytes",
+        "a ring has no server; each rank sends 2(N-1) chunks of one N-th, and receives as many: "
+        "section 3 (hole 7)",
+        known={
+            "one direction alone": (workers - 1) * share / 2,
+            "of all ranks together": (workers - 1) * share * workers,
+            "one chunk too many": workers * share,
+            "the servers are not in the ring": 4
+            * (workers + servers - 1)
+            / (workers + servers)
+            * nbytes,
+        },
+        same=np.isclose,
+        show=size_text,
     )
 
 

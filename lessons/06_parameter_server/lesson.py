@@ -37,25 +37,26 @@ SLOW = 4.0  # seconds of a slow worker's step, where the others take 1, on the v
 
 def tour(group: Group, page: Page) -> None:
     """Run the lesson on every rank."""
-    page.heading("1  Synchronous: the weights of one process")
+    page.heading("2  Synchronous: the weights of one process")
     equal_weights(group, page)
+    page.heading("3  What passes the server's link, and a rank's of a ring")
     if group.rank == 0:
-        page.heading("2  What the server's link carries, beside a ring's")
         traffic(page)
     group.barrier()
-    page.heading("3  A straggler (N3:35)")
+    page.heading("4  A straggler (N3:35)")
     stragglers(group, page)
-    page.heading("4  Asynchronous: how stale, and the same again in one process")
+    page.heading("5  Asynchronous: how stale, and the same again in one process")
     stale(group, page)
+    page.heading("6  A worker is lost")
     if group.rank == 0:
-        page.heading("5  A worker is lost")
         lost(page)
-        page.heading("6  Servers with more digits than workers (N3:37)")
+    page.heading("7  Servers with more digits than workers (N3:37)")
+    if group.rank == 0:
         digits(page)
     group.barrier()
 
 
-# --------------------------------------------------------------------------------------- 1 equality
+# --------------------------------------------------------------------------------------- 2 equality
 
 
 def equal_weights(group: Group, page: Page) -> None:
@@ -87,7 +88,7 @@ def _beside(mine: np.ndarray, target: np.ndarray) -> tuple[str, str]:
     return f"{error:.1e}", "ok" if error < 1e-10 else "off"
 
 
-# ---------------------------------------------------------------------------------------- 2 traffic
+# ---------------------------------------------------------------------------------------- 3 traffic
 
 
 def traffic(page: Page) -> None:
@@ -136,7 +137,7 @@ def traffic(page: Page) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------- 3 stragglers
+# ------------------------------------------------------------------------------------- 4 stragglers
 
 
 def stragglers(group: Group, page: Page) -> None:
@@ -169,7 +170,7 @@ def stragglers(group: Group, page: Page) -> None:
     page.table(title, ["", "rank 0: a step", "rank 0: all steps"], rows, note=note)
 
 
-# -------------------------------------------------------------------------------------- 4 staleness
+# -------------------------------------------------------------------------------------- 5 staleness
 
 
 def stale(group: Group, page: Page) -> None:
@@ -214,7 +215,7 @@ def stale(group: Group, page: Page) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------- 5 lost
+# ------------------------------------------------------------------------------------------- 6 lost
 
 
 def lost(page: Page) -> None:
@@ -233,7 +234,7 @@ def lost(page: Page) -> None:
     )
 
 
-# ----------------------------------------------------------------------------------------- 6 digits
+# ----------------------------------------------------------------------------------------- 7 digits
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32, float32": {},
@@ -322,7 +323,7 @@ def push_twice() -> None:
             mine = lab.job(3, steps=8, strategy=strategy, optimizer=optimizer)[0]["weights"]
             print(
                 f"{optimizer.__name__}, {name}: off one process by "
-                f"{np.abs(mine - target).max():.1e}"
+                f"{np.abs(mine - target).max():.1e}; expected: less than 1e-10"
             )
 
 
@@ -346,7 +347,8 @@ def no_bound() -> None:
             "takes workers 0 and 1 "
             f"one second and worker 2 {SLOW:g}:\n  rank 0 has done its 12 steps after {last:g} "
             "s; the slow worker's "
-            f"updates are late by {late}; held-out loss {lab.loss_after(updates, 3):.3f}"
+            f"updates are late by {late}; held-out loss {lab.loss_after(updates, 3):.3f}; expected "
+            "if no worker waited: 12 s, late by 8 = 2 workers x 4 steps"
         )
         ranks = lab.job(3, steps=12, slow={2: NAP}, strategy=AsyncParameterServer, staleness=bound)
         late = [stale for worker, stale in lab.staleness(ranks[3]) if worker == 2]
@@ -364,11 +366,15 @@ def lose_a_worker() -> None:
     print(ranks[3]["lost"][1])
     for worker in (0, 2):
         losses = ranks[worker]["losses"]
-        print(f"worker {worker} has done {len(losses)} steps, its last loss {losses[-1]:.3f}")
+        print(
+            f"worker {worker} has done {len(losses)} steps, expected 8 although worker 1 is lost; "
+            f"its last loss {losses[-1]:.3f}"
+        )
 
 
 def lose_a_server() -> None:
     """Kill the server's process: no other rank has its keys."""
+    print("expected: no worker can make step 3, and the job ends with one error", flush=True)
 
     def job(world: Group) -> None:
         model = new_model(lab.CONFIG)

@@ -11,7 +11,12 @@ from minidist.lessons import find
 
 RIGHT = right("00")
 WRONG = {
-    "another step": {1: "len(targets)"},
+    "divided by the number of sequences": {1: "len(targets)"},
+    "divided by the number of tokens of one": {1: "targets.shape[1]"},
+    "the sum, not the mean": {1: "1"},
+    "the opposite sign": {1: "-targets.size"},
+    "another step": {1: "targets.size - 1"},
+    "two updates a batch": {2: "optimizer.step(); optimizer.step(); optimizer.zero_grad()"},
     "the weights did not move": {2: "optimizer.zero_grad()"},
     "the gradients of the batches before are still there": {2: "optimizer.step()"},
     "biases and norms forgotten": {3: "12 * width * width"},
@@ -20,11 +25,13 @@ WRONG = {
     "that is float32's": {4: "4 * parameters"},
     "one moment forgotten": {6: "4 * parameters"},
     "too much: attention's scores": {7: "16 * width + heads * context + 2"},
+    "the norms' two scales, or the scores' logarithms": {7: "16 * width + heads + 1"},
+    "wrong bytes: the account counted 8": {6: "8 * parameters + 1"},
     "an entry of the table is missing": {7: "8 * width + heads + 2"},
     "the loss Tensors keep their tapes alive": {
         8: """
             loss = model.loss(inputs, targets, divisor=targets.size)
-            model.losses = [*getattr(model, "losses", []), loss]
+            model.losses = [*(model.losses if total else []), loss]
             total += loss.item()
            """
     },

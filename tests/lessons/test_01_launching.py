@@ -13,10 +13,16 @@ WRONG = {
     "OMPI_COMM_WORLD_NODE_RANK is not the machine": {
         3: 'int(environ["OMPI_COMM_WORLD_NODE_RANK"])'
     },
+    "the machine for the rank": {1: 'int(environ["GROUP_RANK"])'},
+    "one too many": {1: 'int(environ["RANK"]) + 1'},
+    "every machine is the first": {3: "0"},
+    "mpirun (Open MPI) sets": {3: "rank / local_size"},
+    "the size of another job": {4: "8"},
     "local size for size": {4: "local_size"},
     "wrong local rank": {5: 'int(environ["SLURM_PROCID"])'},
     "the same samples on every rank": {6: "range(0, length, 2)"},
     "samples lost or doubled": {6: "range(identity.local_rank, length, identity.size)"},
+    "the list was sorted": {7: 'int(sorted(visible.split(","))[identity.local_rank])'},
     "device 0 .. 3 although others are visible": {7: "identity.local_rank"},
 }
 

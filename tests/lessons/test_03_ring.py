@@ -19,7 +19,15 @@ WRONG = {
     "whole tensors": {3: WHOLE},
     "one step short": {4: "group.size - 2"},
     "deadlock: all ranks send first": {3: SEND_FIRST},
+    "deadlock: all ranks receive first": {
+        3: "(group.recv(src=prev_rank), group.send(chunks[outgoing], dst=next_rank))[0]"
+    },
+    "deadlock: a rank waits for a message that no rank sends": {
+        3: "group.exchange(chunks[outgoing], dst=next_rank, src=next_rank)"
+    },
+    "ranks make different numbers of steps": {4: "group.rank"},
     "wrong number of steps": {4: "group.size"},
+    "stale or doubled chunk: a finished chunk": {6: "(group.rank - step - 2) % group.size"},
     "stale or doubled chunk": {5: "group.rank", 6: "prev_rank"},
 }
 

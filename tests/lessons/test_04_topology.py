@@ -33,6 +33,11 @@ WRONG = {
         5: "total + sum(leaders.exchange(total, dst=(leaders.rank + k) % leaders.size, "
         "src=(leaders.rank - k) % leaders.size) for k in range(1, leaders.size))"
     },
+    "parts are added more than once": {5: "ring.plain_all_reduce(leaders, total) * leaders.size"},
+    "a leader has lost its own machine's sum": {6: "x"},
+    "every rank in the sum once: parts are added more than once": {
+        6: "ring.plain_all_reduce(node, total)"
+    },
     "a rank is never told": {6: "total"},
     "ranks wait for each other": {6: "ring.plain_all_reduce(node, total) if node.rank else total"},
     "whole tensors round the ring": {7: "2 * (size - 1) * (alpha + nbytes * beta)"},

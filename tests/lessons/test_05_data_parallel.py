@@ -14,15 +14,48 @@ WRONG = {
         1: "[inputs[r * (len(inputs) // len(replicas)):][:len(inputs) // len(replicas)] "
         "for r in range(len(replicas))]"
     },
-    "the model did not travel": {2: "copied.data = original.data"},
-    "others in step 0": {2: "pass"},
-    "the model does not travel in every step": {
+    "each device has the whole batch": {1: "[inputs] * len(replicas)"},
+    "the tokens of each row are cut": {1: "np.array_split(inputs, len(replicas), axis=1)"},
+    "a row is on two devices": {
+        1: "[inputs[r * len(inputs) // len(replicas):][:-(-len(inputs) // len(replicas))] "
+        "for r in range(len(replicas))]"
+    },
+    "the smaller part comes before a larger one": {
+        1: "[inputs[r * len(inputs) // len(replicas):(r + 1) * len(inputs) // len(replicas)] "
+        "for r in range(len(replicas))]"
+    },
+    "not as even as it goes": {
+        1: "[inputs[r * -(-len(inputs) // len(replicas)):][:-(-len(inputs) // len(replicas))] "
+        "for r in range(len(replicas))]"
+    },
+    "the rows are in another order": {
+        1: "[inputs[r::len(replicas)] for r in range(len(replicas))]"
+    },
+    "one array for both": {2: "copied.data = original.data"},
+    "device 0 was overwritten": {2: "original.data[...] = copied.data"},
+    "the model did not travel": {2: "pass"},
+    "device 1 computes step 0 with other weights": {2: "copied.data[...] = -original.data"},
+    "other numbers than device 0's were copied": {2: "copied.data[...] = 0"},
+    "only the first step's model travelled": {
         2: "if not copied.name.endswith('.'):\n    copied.name += '.'\n"
         "    copied.data[...] = original.data"
     },
-    "the wrong gradients": {3: "[np.full_like(y.data, loss.item()) for y in outputs]"},
-    "averaged": {4: "sum(p.grad for p in same) / len(replicas)"},
+    "the loss went out": {3: "[np.full_like(y.data, loss.item()) for y in outputs]"},
+    "another device's gradients": {
+        3: "np.array_split(np.asarray(gathered.grad), len(replicas))[::-1]"
+    },
+    "divided by the number of devices": {
+        3: "np.array_split(np.asarray(gathered.grad) / len(replicas), len(replicas))"
+    },
+    "the outputs went out": {3: "np.array_split(np.asarray(gathered.data), len(replicas))"},
+    "divided by the number of devices: the loss is the mean": {
+        4: "sum(p.grad for p in same) / len(replicas)"
+    },
+    "multiplied by the number of devices": {4: "sum(p.grad for p in same) * len(replicas)"},
+    "the opposite sign": {4: "-sum(p.grad for p in same)"},
     "the others' gradients are missing": {4: "same[0].grad"},
+    "device 0's own gradients are missing": {4: "sum(p.grad for p in same[1:])"},
+    "the wrong gradients": {4: "max((p.grad for p in same), key=lambda g: abs(g).sum())"},
     "one model for all the others": {
         5: "(model_bytes + others * (row_bytes + output_bytes), model_bytes + others * "
         "output_bytes)"
@@ -31,6 +64,11 @@ WRONG = {
         5: "((replicas - 1) * model_bytes + others * row_bytes, (replicas - 1) * model_bytes + "
         "others * output_bytes)"
     },
+    "receives: 10176, target 9472: device 0's own rows are counted": {
+        5: "((replicas - 1) * model_bytes + others * (row_bytes + output_bytes), "
+        "(replicas - 1) * model_bytes + rows * output_bytes)"
+    },
+    "not a pair": {5: "(replicas - 1) * model_bytes"},
 }
 
 
@@ -54,6 +92,7 @@ def test_the_lock_on_a_clock_of_its_own() -> None:
         alone, four = (lab.turns_on_a_clock(config, replicas, sequences=4) for replicas in (1, 4))
         assert f"{four[1]:.2f}" == busy and f" {busy} " in told.replace("\n", " ")
         assert alone[1] == pytest.approx(1, rel=1e-12)
+        assert f"| {busy} | {1e3 * alone[0]:.1f} ms | {1e3 * four[0]:.1f} ms |" in told
         assert four[0] > 3.8 * alone[0] if config is lab.PYTHON else four[0] < alone[0] / 3.5
     assert (
         abs(

@@ -14,13 +14,24 @@ WRONG = {
     "one server has all keys": {1: "0"},
     "divided by number, not by size": {1: "key % len(loads)"},
     "nothing was pulled": {3: "group.recv(src=workers)"},
-    "averaged": {4: "sum(group.recv(src=worker) for worker in range(workers)) / workers"},
+    "there is no such server": {1: "-1"},
+    "the weights were pushed": {2: "group.send(p.data, dst=workers)"},
+    "divided by the number of workers: each worker divides": {
+        2: "group.send(p.grad / workers, dst=workers)"
+    },
+    "multiplied by the number of workers": {2: "group.send(p.grad * workers, dst=workers)"},
+    "the opposite sign": {2: "group.send(-p.grad, dst=workers)"},
+    "what came was added to the weights": {3: "p.data[...] += group.recv(src=workers)"},
+    "divided by the number of workers": {
+        4: "sum(group.recv(src=worker) for worker in range(workers)) / workers"
+    },
     "one worker's gradients alone": {4: "[group.recv(src=worker) for worker in range(workers)][0]"},
     "the last worker's gradients alone": {
         4: "[group.recv(src=worker) for worker in range(workers)][-1]"
     },
     "the ranks wait for each other": {2: "pass"},
-    "wrong weights": {5: "group.send(p.grad, dst=worker)"},
+    "the gradients came back": {5: "group.send(p.grad, dst=worker)"},
+    "wrong weights": {5: "group.send(-p.data, dst=worker)"},
     "the bound is one too lax": {
         6: "done[worker] - min(done[other] for other in running) <= staleness + 1"
     },
@@ -28,6 +39,17 @@ WRONG = {
         6: "done[worker] - min(done[other] for other in running) < max(staleness, 1)"
     },
     "a lost worker holds the others up": {6: "done[worker] - min(done) <= staleness"},
+    "your code raised": {
+        6: "done[worker] - min(done[other] for other in running - {worker}) <= staleness"
+    },
+    "not a pair": {7: "2 * workers * model_bytes / servers"},
+    "one worker is left out": {
+        7: "2 * (workers - 1) * model_bytes / servers, 4 * (workers - 1) / workers * model_bytes"
+    },
+    "the servers are not in the ring": {
+        7: "2 * workers * model_bytes / servers, "
+        "4 * (workers + servers - 1) / (workers + servers) * model_bytes"
+    },
     "one direction alone": {
         7: "workers * model_bytes / servers, 4 * (workers - 1) / workers * model_bytes"
     },

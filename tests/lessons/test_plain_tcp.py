@@ -1,26 +1,31 @@
-"""Lessons 01 and 02 read plain_tcp.py aloud: what they quote is its code."""
+"""A page of the documents reads plain_tcp.py line by line: what it quotes is its code."""
 
 import re
 import socket
 import textwrap
 import traceback
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import minidist as md
-from minidist import lessons
 from minidist.comm.transports import plain_tcp
+
+PAGE = Path(__file__).parents[2] / "docs/concepts/path-of-a-message.md"
 
 
 @pytest.mark.parametrize(
-    ("number", "title", "blocks"),
-    [("01", "### How ranks meet and connect", 4), ("02", "### 2.7 The path of a message", 5)],
+    ("title", "blocks"),
+    [("## How ranks meet and connect", 4), ("## From a collective to the kernel", 5)],
 )
-def test_the_lessons_quote_the_transport_as_it_is(number: str, title: str, blocks: int) -> None:
-    text = lessons.find(number).part("README.md").read_text(encoding="utf-8")
+def test_the_page_quotes_the_transport_as_it_is(title: str, blocks: int) -> None:
+    text = PAGE.read_text(encoding="utf-8")
     section = re.split(r"^##+ ", text.split(title)[1], flags=re.MULTILINE)[0]
-    quotes = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    quotes = [
+        textwrap.dedent(block).rstrip() + "\n"
+        for block in re.findall(r"(?:^    .*\n?)+", section, flags=re.MULTILINE)
+    ]
     assert len(quotes) == blocks
     with open(plain_tcp.__file__, encoding="utf-8") as file:
         code = file.read()
@@ -45,7 +50,7 @@ def path_of_a_message(world) -> list[list[str]]:
     return [frame for frame in inside if frame[1]]
 
 
-def test_lesson_02_names_every_function_on_the_path_of_a_message() -> None:
-    text = lessons.find("02").part("README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)` \|", text.split("### 2.7")[1], re.MULTILINE)
+def test_the_page_names_every_function_on_the_path_of_a_message() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)` \|", text, re.MULTILINE)
     assert md.run(path_of_a_message, size=2, transport="tcp")[0] == [list(row) for row in rows]
