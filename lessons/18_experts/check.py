@@ -213,9 +213,7 @@ def _journey(exercise: ModuleType, size: int) -> Result:
             seen.append(len(rows))
             return np.asarray(rows @ experts[group.rank])
 
-        y = np.asarray(
-            loop(x[mine], chosen[mine], weight[mine], my_expert, group)
-        )
+        y = np.asarray(loop(x[mine], chosen[mine], weight[mine], my_expert, group))
         return sum(seen), y
 
     task = f"{size} ranks, {count} tokens"
@@ -315,7 +313,9 @@ def _biases(exercise: ModuleType) -> Result:
             "all move alike, by rate, whatever the distance": np.allclose(
                 mine, 0.25 * (load.mean() - load)
             ),
-            "an expert with the mean load moves, too": np.allclose(mine[load != 4], right[load != 4]),
+            "an expert with the mean load moves, too": np.allclose(
+                mine[load != 4], right[load != 4]
+            ),
             "the busy do not move down": np.allclose(mine, np.maximum(right, 0)),
             "compared with another number than the mean": np.isin(np.abs(mine), (0, 0.25)).all(),
         },
