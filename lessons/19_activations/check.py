@@ -196,7 +196,8 @@ def _same_dy(found: list[np.ndarray], size: int, dy: np.ndarray) -> bool:
     not_handed_on = variant(plain_recompute, "dy = again.grad", "dy = dy")
     not_handed_on(_segments(blocks, size), x, dy)
     return all(
-        np.array_equal(weight.grad, grad) for weight, grad in zip(weights, found, strict=True)
+        np.array_equal(np.asarray(weight.grad), grad)
+        for weight, grad in zip(weights, found, strict=True)
     )
 
 
