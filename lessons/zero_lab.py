@@ -13,7 +13,7 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.comm.records import gather_records
 from minidist.device import account
-from minidist.grading import Result
+from minidist.grading import Mistake, Result
 from minidist.lessons import lab
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.samples import SampledAccount
@@ -75,20 +75,68 @@ def new_adam(pieces: Any) -> Optimizer:
 
 
 class WatchedGroup:
-    """A wrapped group; `overlapped` says whether an all-gather was given a part of its own result."""
+    """A wrapped group that notes which arrays the collectives were given.
+
+    Attributes: overlapped: whether an all-gather was given a part of its own result. gathered: what
+                the all-gathers were given. sums: the arrays that reduce-scatters wrote to.
+                all_reduces: their number.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.overlapped = False
+        self.gathered: list[Any] = []
+        self.sums: list[Any] = []
+        self.all_reduces = 0
+
+    @property
+    def gathers_sums(self) -> bool:
+        """Return whether an all-gather was given a sum of gradients."""
+        return any(np.shares_memory(x, y) for x in self.gathered for y in self.sums)
+
+    @property
+    def adds_weights(self) -> bool:
+        """Return whether there were all-reduces, and no all-gather."""
+        return self.all_reduces > 0 and not self.gathered
 
     def all_gather(self, x: Any, out: Any = None, **options: Any) -> Any:
         """Gather as the group does."""
         if out is not None and np.shares_memory(x, out):
             self.overlapped = True
+        self.gathered.append(x)
         return self.group.all_gather(x, out=out, **options)
+
+    def reduce_scatter(self, x: Any, out: Any = None, **options: Any) -> Any:
+        """Sum as the group does."""
+        if out is not None:
+            self.sums.append(out)
+        return self.group.reduce_scatter(x, out=out, **options)
+
+    def all_reduce(self, x: Any, **options: Any) -> Any:
+        """Sum as the group does."""
+        self.all_reduces += 1
+        return self.group.all_reduce(x, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
+
+
+def wrong_gathers(ranks: list[dict[str, Any]], where: str) -> dict[str, Mistake]:
+    """Return the signs of ranks that exchange something else than the new weights of each.
+
+    Args:    ranks: each with "gathers_sums" and "adds_weights" of its WatchedGroup.
+    """
+    return {
+        "gradients are gathered": Mistake(
+            any(rank["gathers_sums"] for rank in ranks),
+            f"give all_gather the rank's chunk of the weights, not the sums: {where}",
+        ),
+        "old weights are added to new ones": Mistake(
+            any(rank["adds_weights"] for rank in ranks),
+            "a sum over the ranks mixes each chunk's new weights with the other ranks' old ones; "
+            f"all_gather puts the new chunks one after the other: {where}",
+        ),
+    }
 
 
 def gathered(task: str, overlapped: bool, where: str) -> Result:

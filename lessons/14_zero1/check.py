@@ -63,9 +63,13 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's ZeRO-1 for some steps."""
     model = new_model(CONFIG)
     given: list[tuple[int, bool]] = []
+    read: list[Any] = []
+    first = [0]
 
     def new_optimizer(pieces: Any) -> Any:
         held = [np.asarray(piece.data) for piece in pieces]
+        read[:] = [piece.grad for piece in pieces]
+        first[0] = _place(held, model)
         shared = all(
             any(np.shares_memory(data, p.data) for p in model.parameters())
             for data in held
@@ -82,12 +86,24 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     flat = Flat(list(model.parameters()), group)
     return {
         "right": flat.chunk_size,
+        "begins": flat.chunk.start,
+        "first": first[0],
+        "unread": bool(watched.sums)
+        and not any(np.shares_memory(grad, y) for grad in read for y in watched.sums),
+        "gathers_sums": watched.gathers_sums,
+        "adds_weights": watched.adds_weights,
         "n": flat.size,
         "given": given[-1],
         "sent": sent,
         "overlapped": watched.overlapped,
         "weights": weights(model),
     }
+
+
+def _place(held: list[np.ndarray], model: Any) -> int:
+    """Return the index of the first held number in the vector of all weights."""
+    start = min(p.data.ctypes.data for p in model.parameters())
+    return min((data.ctypes.data for data in held if data.size), default=start) - start >> 3
 
 
 def _alone(scale: float = 1.0) -> np.ndarray:
@@ -130,12 +146,32 @@ def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
             "the optimizer changes a copy",
             "which is never read: give it the chunk itself: (hole 2)",
         )
+    begins = [rank["begins"] for rank in ranks]
+    first = [rank["first"] for rank in ranks]
+    if given == right and first != begins:
+        return Result(
+            f"{size} ranks, first weight of each optimizer",
+            False,
+            str(begins),
+            str(first),
+            "another rank's chunk",
+            "each rank updates its own chunk of weights, flat.chunk: section 1 (hole 2)",
+        )
+    if given == right and any(rank["unread"] for rank in ranks):
+        return Result(
+            f"{size} ranks, gradients that the optimizer reads",
+            False,
+            "mine, to which the reduce-scatter writes",
+            "another array",
+            "the optimizer reads other gradients",
+            "the sums arrive in mine: give pieces that array itself: section 1 (hole 2)",
+        )
     return expect(
         f"{size} ranks, weights of each optimizer",
         right,
         given,
         "the wrong part",
-        "its state is what ZeRO-1 divides; give it weights[flat.chunk]: section 2 (hole 2)",
+        "its state is what ZeRO-1 divides; give it weights[flat.chunk]: section 1 (hole 2)",
         known={"the optimizer is not divided": [ranks[0]["n"]] * size},
     )
 
@@ -146,7 +182,7 @@ def _replicas(size: int, ranks: list[dict[str, Any]]) -> Result:
         f"{size} ranks, replicas after {STEPS} steps",
         [rank["weights"] for rank in ranks],
         "the all-gather is missing",
-        "each rank knows its own new weights alone until they are shared: "
+        "each rank knows only its own new weights until they are shared: "
         "section 1, step 4 (hole 4)",
     )
 
@@ -166,6 +202,7 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
                 "divided by all ranks' tokens already: section 1, step 2 (hole 3)",
             )
         },
+        signs=lab.wrong_gathers(ranks, "section 1, step 4 (hole 4)"),
     )
 
 
@@ -179,8 +216,8 @@ def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
         target,
         measured,
         "wrong traffic",
-        "a rank needs the sum of its own slice alone; with all sums on all ranks a step costs "
-        "3(P-1)n: section 3 (hole 3)",
+        "a rank needs the sum of its own chunk only; with all sums on all ranks a step costs "
+        "3(P-1)n: section 4 (hole 3)",
         signs={"an all-reduce where a reduce-scatter is enough": measured >= 1.4 * target},
         show=size_text,
     )

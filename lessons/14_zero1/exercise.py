@@ -36,7 +36,7 @@ def plain_zero1(model, new_optimizer, group, batches):
     weights = flat.join()
     mine = np.zeros(flat.chunk_size, flat.dtype)
     optimizer = new_optimizer(
-        hole(2, "which weights is it to change, by which gradients? (section 2)", weights, mine)
+        hole(2, "which weights is it to change, by which gradients? (section 1)", weights, mine)
     )
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)

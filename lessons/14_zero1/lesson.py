@@ -83,7 +83,7 @@ def memory_table(group: Group, page: Page) -> None:
         f"Rank 0 of {group.size}, {parameters:,} parameters in float32 (K = 8)",
         ["", "measured", "formula", "bytes a parameter", ""],
         rows,
-        note="only the optimizer's row differs: Adam's two moments, for the own chunk alone",
+        note="only the optimizer's row differs: a rank has Adam's two moments of its own chunk only",
     )
 
 
@@ -190,7 +190,7 @@ def no_all_gather() -> None:
 
     for step, far in enumerate(md.run(drift, size=4)[0], start=1):
         print(
-            f"step {step}: replicas apart by {far:.3f} of the largest weight  "
+            f"step {step}: replicas apart by {far:.3f} of the largest weight, expected 0.000  "
             f"{'#' * int(200 * far)}"
         )
 
@@ -212,7 +212,9 @@ def average_twice() -> None:
         right, wrong = (
             md.run(train, optimizer_class, lr, factor, size=4)[0] for factor in (1.0, 0.25)
         )
-        print(f"{name:4s}: loss of step 40 {right:.4f}; with gradients averaged twice {wrong:.4f}")
+        print(
+            f"{name:4s}: loss of step 40 {wrong:.4f} with gradients averaged twice, expected {right:.4f}"
+        )
 
 
 def read_too_early() -> None:
@@ -234,16 +236,18 @@ def read_too_early() -> None:
             return loss, lab.state_vector(strategy.state_dict())
 
     (loss, right), (early, wrong) = (md.run(train, wait, size=2)[0] for wait in (True, False))
-    print(f"loss of step 3: {loss:.4f}; when forward does not wait {early:.4f}")
+    print("forward does not wait for the weights; links with a latency of 10 ms")
+    print(f"loss of step 3: {early:.4f}, expected {loss:.4f}")
     print(
-        "weights after 3 steps over links with a latency of 10 ms: off by "
-        f"{difference(wrong, right):.1%} of the largest when forward does not wait"
+        f"weights after 3 steps: off by {difference(wrong, right):.1%} of the largest, expected 0.0%"
     )
 
 
 BREAKS = {
     "no-all-gather": Break(no_all_gather, says="step 5: replicas apart by 0.04"),
-    "average-twice": Break(average_twice, says="with gradients averaged twice 3.03"),
+    "average-twice": Break(
+        average_twice, says="loss of step 40 3.0307 with gradients averaged twice, expected 2.0514"
+    ),
     "read-too-early": Break(read_too_early, says="off by 3.3% of the largest"),
 }
 

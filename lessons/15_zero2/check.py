@@ -96,6 +96,29 @@ class Run:
         return np.full(self.flat.chunk_size, np.nan)
 
 
+class Links(LateGroup):
+    """A LateGroup that notes sums which arrive in a shard, and refuses verbs that wait.
+
+    Attributes: into_shard: whether a sum was to arrive in a shard.
+    """
+
+    def __init__(self, group: Group, runs: list[Run]) -> None:
+        super().__init__(group)
+        self.runs = runs
+        self.into_shard = False
+
+    def start_reduce_scatter(self, x: np.ndarray, *, out: np.ndarray, **options: Any) -> Any:
+        """Start a reduce-scatter as LateGroup does."""
+        self.into_shard |= any(np.shares_memory(out, run.shard) for run in self.runs)
+        return super().start_reduce_scatter(x, out=out, **options)
+
+    def reduce_scatter(self, *_: Any, **__: Any) -> None:
+        """Raise RuntimeError: backward must not wait here."""
+        raise RuntimeError("reduce_scatter waits for the sum; here it only begins: use start_…")
+
+    all_reduce = reduce_scatter
+
+
 def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
     """The plain loop: gradients that are freed, equal replicas, one process's weights, the
     bytes."""
@@ -118,6 +141,8 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
             "kept": kept[0],
             "weights": weights(model),
             "overlapped": watched.overlapped,
+            "gathers_sums": watched.gathers_sums,
+            "adds_weights": watched.adds_weights,
             "sent": sent,
         }
 
@@ -142,15 +167,18 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
         f"{task}: replicas",
         trained,
         "the all-gather is missing",
-        "each rank knows its own new chunks alone until they are shared: section 1 (hole 2)",
+        "each rank knows only its own new chunks until they are shared: section 1 (hole 2)",
     )
+    # two ranks' weights averaged are those of gradients averaged twice, so that is asked first
+    added = any(rank["adds_weights"] for rank in ranks)
     yield parity(
         f"{task}: weights",
         _alone(),
         trained,
         "wrong sums",
         "mine is the sum over the ranks, no more: section 1 (hole 1)",
-        known={"averaged twice": lambda: _alone(1 / size)},
+        known=None if added else {"averaged twice": lambda: _alone(1 / size)},
+        signs=lab.wrong_gathers(ranks, "section 1, step 3 (hole 2)"),
     )
     n = 8 * ranks[0]["weights"].size
     yield expect(
@@ -158,7 +186,7 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
         2 * STEPS * (size - 1) * n,
         sum(rank["sent"] for rank in ranks),
         "wrong traffic",
-        "a reduce-scatter and an all-gather of each parameter: section 3 (holes 1, 2)",
+        "a reduce-scatter and an all-gather of each parameter: section 4 (holes 1, 2)",
     )
 
 
@@ -175,7 +203,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
         ],
         RATE,
     )
-    late = LateGroup(group)
+    late = Links(group, runs)
     mine = exercise.MyGradients(late)
     seen = {"unwaited": 0, "flying": 0, "copies": 0}
 
@@ -215,6 +243,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     return {
         **seen,
         "left": left,
+        "into_shard": late.into_shard,
         "runs": len(runs),
         "n": sum(each.flat.nbytes for each in runs),
         "sent": sent_since(group.ledger, before),
@@ -265,8 +294,8 @@ def _ended(size: int, ranks: list[dict[str, Any]]) -> Result:
         "nothing",
         f"{most or 'nothing'}",
         "the update comes before the reduce has ended",
-        "land all that flies: the shard holds the last step's sums until then: section 1 (holes "
-        "5 and 7)",
+        "land every sum in flight, each once, from the oldest: the shard holds the last step's sums "
+        "until then: section 1 (holes 5, 6 and 7)",
     )
 
 
@@ -325,6 +354,17 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
                 lambda: _alone(last_pass=size),
                 "the first pass's sum is lost when the second's takes its "
                 "place: add to run.shard: section 4 (hole 5)",
+            ),
+        },
+        signs={
+            "summed into the shard": Mistake(
+                any(rank["into_shard"] for rank in ranks),
+                "the sum of this pass takes the place of the earlier passes' sums; let it arrive in "
+                "chunk: section 4 (hole 3)",
+            ),
+            "read before it arrived": Mistake(
+                any(np.isnan(rank["weights"]).any() for rank in ranks),
+                "chunk holds the sum only after handle.wait(): section 1 (hole 5)",
             ),
         },
     )

@@ -50,6 +50,11 @@ def _whole(module: Any) -> bool:
     return not any(np.isnan(p.data).any() for p in module.parameters())
 
 
+def _vector(module: Any) -> np.ndarray:
+    """Return a unit's weights as one vector."""
+    return np.concatenate([p.data.ravel() for p in module.parameters()])
+
+
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's loop and units, watched: what is whole, and when."""
     model = new_model(CONFIG)
@@ -59,6 +64,12 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     left = [0]
     kept = [0]
     steps = [0]
+    strange = [False]
+    early = [False]
+    cleared = [0]
+    sums = [0]  # when a forward begins
+    watched = lab.WatchedGroup(group)
+    drawn = {name: _vector(module) for name, module in units}
 
     def count() -> int:
         return sum(_whole(module) for _, module in units)
@@ -68,6 +79,12 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
             missing.append(f"{name} in {when}")
             for p in module.parameters():
                 p.data = np.zeros(p.shape)
+        elif not steps[0] and not np.array_equal(_vector(module), drawn[name]):
+            strange[0] = True
+        if when == "forward" and name == units[0][0]:
+            sums[0] = len(watched.sums)
+        elif when == "forward" and len(watched.sums) > sums[0]:
+            early[0] = True
         if steps[0] and when == "forward" and name == units[0][0] and not missing:
             kept[0] = max(kept[0], count() - 1)
         else:
@@ -78,6 +95,10 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
             left[0] = max(left[0], count())
             steps[0] = steps[0] + 1
             super().step(*args, **options)
+
+        def zero_grad(self) -> None:
+            cleared[0] += 1
+            super().zero_grad()
 
     def new_optimizer(pieces: Any) -> Any:
         for name, module in units:  # after the units' own hooks
@@ -92,14 +113,20 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     before = totals(group.ledger)
     batches = [lab.global_batch(CONFIG, step) for step in range(STEPS)]
     with np.errstate(all="ignore"):
-        exercise.plain_zero3(model, [module for _, module in units], new_optimizer, group, batches)
-    weights = np.concatenate([p.data.ravel() for _, module in units for p in module.parameters()])
+        exercise.plain_zero3(
+            model, [module for _, module in units], new_optimizer, watched, batches
+        )
+    weights = np.concatenate([_vector(module) for _, module in units])
     return {
         "missing": missing[:1],
         "most": most[0],
         "left": left[0],
         "kept": kept[0],
         "steps": steps[0],
+        "strange": strange[0],
+        "early": early[0],
+        "cleared": cleared[0],
+        "all_reduces": watched.all_reduces,
         "units": len(units),
         "sent": sent_since(group.ledger, before),
         "n": weights.nbytes,
@@ -191,6 +218,18 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
                 "already: lesson 07, section 4 (hole 5)",
             )
         },
+        signs={
+            "other weights are gathered": Mistake(
+                any(rank["strange"] for rank in ranks),
+                "gather each rank's self.shard, one after the other, in rank order: section 1, "
+                "forward 1 (hole 4)",
+            ),
+            "the gradients were cleared": Mistake(
+                any(rank["cleared"] for rank in ranks),
+                "unit.mine is written again by the next backward: after optimizer.step() nothing is "
+                "left to do: section 4 (hole 6)",
+            ),
+        },
     )
 
 
@@ -205,7 +244,18 @@ def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
         measured,
         "wrong traffic",
         "gather, gather, reduce-scatter: the next forward gathers anyway: section 4 (hole 6)",
-        known={"an all-gather too many at the end": 4 * (size - 1) * n},
+        signs={
+            "an all-reduce where a reduce-scatter is enough": Mistake(
+                any(rank["all_reduces"] for rank in ranks),
+                "a rank needs the sum of its own chunk only: section 1, backward 3 (hole 5)",
+            ),
+            "reduced after forward": Mistake(
+                any(rank["early"] for rank in ranks),
+                "after forward there are no gradients yet: only free the weights: section 1, "
+                "forward 3 (hole 2)",
+            ),
+            "an all-gather too many at the end": measured == 4 * (size - 1) * n,
+        },
         show=size_text,
     )
 

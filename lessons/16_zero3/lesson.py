@@ -38,10 +38,10 @@ def tour(group: Group, page: Page) -> None:
     equal_weights(group, page)
     page.heading("2  Memory: the only stage that stores nothing twice")
     memory_table(group, page)
-    page.heading("3  Traffic: 3Ψ, 2Ψ if weights stay, 4Ψ with an all-gather too many")
-    traffic_table(group, page)
-    page.heading("4  Prefetch: off and on, over links that take their time")
+    page.heading("3  Prefetch: off and on, over slow links")
     overlap_table(group, page)
+    page.heading("4  Traffic: 3Ψ, 2Ψ if weights stay, 4Ψ with an all-gather too many")
+    traffic_table(group, page)
     page.heading("5  Hybrid sharding: a copy for every pair of ranks")
     hybrid_table(group, page)
 
@@ -118,55 +118,12 @@ def memory_table(group: Group, page: Page) -> None:
         f"ZeRO-3 at the peak of a step; the largest unit, a block, has {size_text(unit_bytes())}",
         ["", "shard", "peak", "shard + two units", ""],
         rows,
-        note="what N4:424 calls the minimum is the shard alone; units in flight and activations "
-        "come on top",
+        note="what N4:424 calls the minimum is the shard only; units in flight and activations are "
+        "added",
     )
 
 
-# ---------------------------------------------------------------------------------------- 3 traffic
-
-
-def with_final_gather(group: Group) -> None:
-    """Run N0:375's step 8: after the update all ranks gather the weights."""
-    strategy = Zero3(new_model(lab.MEASURED), group)
-    strategy.step(lab.global_batch(lab.MEASURED, 0), lab.new_adam(strategy.parameters))
-    for unit in strategy.units:
-        unit.start_gather()
-        unit.wait_for_weights()
-
-
-def traffic_table(group: Group, page: Page) -> None:
-    """Compare the bytes of one step over all ranks with the formulas."""
-    _, nbytes = lab.parameter_bytes(lab.MEASURED)
-    cases = [
-        ("1 pass", 3, lab.traffic(group, 3)),
-        ("2 passes", 6, lab.traffic(group, 3, accumulate=2)),
-        ("weights stay to backward", 2, lab.traffic(group, 3, free_after_forward=False)),
-        ("a final all-gather, N0:375", 4, lab.sent(group, lambda: with_final_gather(group))),
-    ]
-    rows = [["DDP", *_row(lab.traffic(group, 0), 2, group, nbytes)]]
-    rows += [[name, *_row(counted, times, group, nbytes)] for name, times, counted in cases]
-    page.table(
-        f"One step, {group.size} ranks together, n = {size_text(nbytes)}",
-        ["", "all-gather", "reduce", "together", "formula", ""],
-        rows,
-        note="50 % more than DDP for one pass; the next forward gathers anyway, so nothing is "
-        "shared at the end",
-    )
-
-
-def _row(counted: dict[str, int], times: int, group: Group, nbytes: int) -> list[str]:
-    total = counted["all_reduce"] + counted["reduce_scatter"] + counted["all_gather"]
-    return [
-        size_text(counted["all_gather"]),
-        size_text(counted["reduce_scatter"] + counted["all_reduce"]),
-        size_text(total),
-        f"{times}(P-1) n",
-        verdict(total, times * (group.size - 1) * nbytes),
-    ]
-
-
-# ---------------------------------------------------------------------------------------- 4 overlap
+# ---------------------------------------------------------------------------------------- 3 overlap
 
 
 def overlapped(group: Group, ahead: int, *, steps: int = 4) -> tuple[float, float, float]:
@@ -212,6 +169,49 @@ def overlap_table(group: Group, page: Page) -> None:
         rows,
         note="ahead: how much may be gathered before its turn, in units as large as the largest",
     )
+
+
+# ---------------------------------------------------------------------------------------- 4 traffic
+
+
+def with_final_gather(group: Group) -> None:
+    """Run N0:375's step 8: after the update all ranks gather the weights."""
+    strategy = Zero3(new_model(lab.MEASURED), group)
+    strategy.step(lab.global_batch(lab.MEASURED, 0), lab.new_adam(strategy.parameters))
+    for unit in strategy.units:
+        unit.start_gather()
+        unit.wait_for_weights()
+
+
+def traffic_table(group: Group, page: Page) -> None:
+    """Compare the bytes of one step over all ranks with the formulas."""
+    _, nbytes = lab.parameter_bytes(lab.MEASURED)
+    cases = [
+        ("1 pass", 3, lab.traffic(group, 3)),
+        ("2 passes", 6, lab.traffic(group, 3, accumulate=2)),
+        ("weights stay to backward", 2, lab.traffic(group, 3, free_after_forward=False)),
+        ("a final all-gather, N0:375", 4, lab.sent(group, lambda: with_final_gather(group))),
+    ]
+    rows = [["DDP", *_row(lab.traffic(group, 0), 2, group, nbytes)]]
+    rows += [[name, *_row(counted, times, group, nbytes)] for name, times, counted in cases]
+    page.table(
+        f"One step, {group.size} ranks together, n = {size_text(nbytes)}",
+        ["", "all-gather", "reduce", "together", "formula", ""],
+        rows,
+        note="50 % more than DDP for one pass; the next forward gathers anyway, so nothing is "
+        "shared at the end",
+    )
+
+
+def _row(counted: dict[str, int], times: int, group: Group, nbytes: int) -> list[str]:
+    total = counted["all_reduce"] + counted["reduce_scatter"] + counted["all_gather"]
+    return [
+        size_text(counted["all_gather"]),
+        size_text(counted["reduce_scatter"] + counted["all_reduce"]),
+        size_text(total),
+        f"{times}(P-1) n",
+        verdict(total, times * (group.size - 1) * nbytes),
+    ]
 
 
 # ----------------------------------------------------------------------------------------- 5 hybrid
@@ -275,14 +275,13 @@ def forget_to_free() -> None:
         f"all parameters are {size_text(lab.parameter_bytes(lab.MEASURED)[1])}, a block "
         f"{size_text(unit_bytes())}"
     )
-    for forgotten in (0, 2, 8):
+    right = md.run(peak, 0, size=4)[0]
+    for forgotten in (2, 8):
         print(
             f"{forgotten} units not freed: peak of parameters "
-            f"{size_text(md.run(peak, forgotten, size=4)[0])}"
+            f"{size_text(md.run(peak, forgotten, size=4)[0])}, expected {size_text(right)}"
         )
-    print(
-        "and their weights are the first step's for ever: weights that are there are not gathered"
-    )
+    print("and their weights stay those of the first step: weights that are there are not gathered")
 
 
 def tied_in_a_unit() -> None:
@@ -293,6 +292,7 @@ def tied_in_a_unit() -> None:
         strategy = Zero3(new_model(replace(lab.SMALL, tied=True)), group)
         strategy.step(lab.global_batch(lab.SMALL, 0), lab.new_adam(strategy.parameters))
 
+    print("a tied embedding in a unit of its own; expected: one step without an error", flush=True)
     md.run(train, size=2)
 
 
@@ -310,8 +310,8 @@ def no_second_gather() -> None:
         )
 
     print(
-        f"without the second all-gather {md.run(train, size=2)[0]:.0%} of the gradients are NaN: "
-        "a freed weight reads as NaN, so that this does not pass unnoticed"
+        f"without the second all-gather {md.run(train, size=2)[0]:.0%} of the gradients are NaN, "
+        "expected 0%: a freed weight reads as NaN, so the mistake is seen"
     )
 
 
@@ -334,7 +334,7 @@ def average_twice() -> None:
         return loss
 
     right, wrong = (md.run(train, factor, size=4)[0] for factor in (1.0, 0.25))
-    print(f"SGD: loss of step 40 {right:.4f}; with gradients averaged twice {wrong:.4f}")
+    print(f"SGD: loss of step 40 {wrong:.4f} with gradients averaged twice, expected {right:.4f}")
 
 
 def _free_unless_whole(unit: Unit) -> None:
@@ -358,15 +358,20 @@ def stale_weights() -> None:
         return loss
 
     right, wrong = (md.run(train, stale, size=4)[0] for stale in (False, True))
-    print(f"loss of step 20: {right:.4f}; with weights gathered once and kept {wrong:.4f}")
+    print(f"loss of step 20: {wrong:.4f} with weights gathered once and kept, expected {right:.4f}")
 
 
 BREAKS = {
     "forget-to-free": Break(forget_to_free, says="8 units not freed: peak of parameters 1.94 MiB"),
     "tied-in-a-unit": Break(tied_in_a_unit, says="the first loss is NaN", error=GradientError),
     "no-second-gather": Break(no_second_gather, says="of the gradients are NaN"),
-    "average-twice": Break(average_twice, says="averaged twice 3.03"),
-    "stale-weights": Break(stale_weights, says="with weights gathered once and kept 3.47"),
+    "average-twice": Break(
+        average_twice, says="loss of step 40 3.0307 with gradients averaged twice, expected 2.0514"
+    ),
+    "stale-weights": Break(
+        stale_weights,
+        says="loss of step 20: 3.4765 with weights gathered once and kept, expected 1.4702",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Run the experiments of section 8: each makes one mistake and shows its result."""
+"""Run the experiments of section 9: each makes one mistake and shows its result."""
 
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,16 @@ LONG = 20
 def tp_outermost() -> None:
     """Run the same job with its axes in the opposite order, on two machines of four ranks."""
     shape = lab.cube(8)
-    for order in (("dp", "pp", "tp"), ("tp", "pp", "dp")):
+    for order, what in ((("dp", "pp", "tp"), "expected"), (("tp", "pp", "dp"), "tp outermost")):
         crossed = md.run(partial(lab.crossing, shape=shape, order=order, nodes=(4,)), size=8)[0][0]
         print(
-            f"{' × '.join(order)}: between the machines {size_text(sum(crossed.values()))} a "
+            f"{what}, {' × '.join(order)}: between the machines {size_text(sum(crossed.values()))} a "
             "step, by axis "
             f"{', '.join(f'{axis} {size_text(nbytes)}' for axis, nbytes in crossed.items() if nbytes)}"
         )
     print(
         "equal weights, equal traffic altogether; but all-reduces that every layer waits for "
-        "now take the slow link"
+        "now take the slow links"
     )
 
 
@@ -59,11 +59,11 @@ def compare(plan: md.Plan, spoil: Any, wrong: str, **options: Any) -> None:
         md.run(partial(job, **options), plan, each, size=plan.size)[0] for each in (None, spoil)
     )
     print(
-        f"loss of step 1 and of step {len(right)}: right {right[0]:.4f}, {right[-1]:.4f}; "
-        f"{wrong} {losses[0]:.4f}, {losses[-1]:.4f}"
+        f"loss of step 1 and of step {len(right)}, {wrong}: {losses[0]:.4f}, {losses[-1]:.4f}; "
+        f"expected {right[0]:.4f}, {right[-1]:.4f}"
     )
     print(
-        f"weights of the two off by {state_difference(weights, target):.1%} of the largest"
+        f"weights off by {state_difference(weights, target):.1%} of the largest, expected 0.0%"
         if isinstance(weights, dict)
         else f"check_replicas: {weights}"
     )
@@ -142,7 +142,7 @@ def one_tp_group() -> None:
 
     print(
         f"12 rows: after one step weights are off by {md.run(step, 12, size=4)[0]:.2%} of the "
-        "largest, and no error"
+        "largest, expected 0, and no error"
     )
     print("11 rows: the replicas have 6 and 5")
     md.run(step, 11, size=4)
@@ -150,9 +150,9 @@ def one_tp_group() -> None:
 
 BREAKS = {
     "tp-outermost": Break(tp_outermost, says="between the machines 1.14 MiB a step"),
-    "average-twice": Break(average_twice, says="weights of the two off by 19.7%"),
+    "average-twice": Break(average_twice, says="weights off by 19.7%"),
     "own-norm": Break(own_norm, says="the weights of ranks [1] differ from rank 0's"),
-    "norm-twice": Break(norm_twice, says="weights of the two off by 2.4%"),
-    "rows-by-rank": Break(rows_by_rank, says="weights of the two off by 31"),
+    "norm-twice": Break(norm_twice, says="weights off by 2.4%"),
+    "rows-by-rank": Break(rows_by_rank, says="weights off by 31"),
     "one-tp-group": Break(one_tp_group, says="ranks disagree in shape", error=MismatchError),
 }

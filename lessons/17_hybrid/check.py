@@ -10,6 +10,7 @@ import numpy as np
 
 import minidist as md
 from minidist.comm.group import Group
+from minidist.errors import MinidistError
 from minidist.grading import Mistake, Result, expect, judge, variant
 from minidist.lessons.checking import LIMIT, on_ranks
 from minidist.parallel.hybrid.hybrid_step import plain_hybrid
@@ -35,7 +36,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield from _places(exercise, shape, md.run(_real, shape, size=_size(shape), limit=LIMIT))
     for shape in ({"dp": 2, "pp": 1, "tp": 1}, {"dp": 1, "pp": 1, "tp": 2}, *SHAPES):
         yield _step(exercise, shape)
-    for shape in (*SHAPES, {"dp": 1, "pp": 2, "tp": 3}):
+    for shape in (*SHAPES, {"dp": 1, "pp": 2, "tp": 3}, {"dp": 2, "pp": 2, "tp": 1}):
         ranks = md.run(_run, exercise, shape, size=_size(shape), limit=LIMIT)
         yield _norm(shape, ranks)
     for sent, target in (
@@ -136,17 +137,66 @@ MISTAKES = {
         "dp.size * tp.size)[dp.rank * tp.size + tp.rank]",
         "4, 5",
     ),
-    "every rank reads all": ("dp.size)[dp.rank]", "1)[0]", "4, 5"),
-    "summands are not added up: this rank's rows alone": (
+    "rows by the rank of pp too: the stages see different tokens": (
+        "dp.size)[dp.rank]",
+        "dp.size * pp.size)[dp.rank * pp.size + pp.rank]",
+        "4, 5",
+    ),
+    "more parts than replicas: no rank reads the last": ("dp.size)[", "dp.size + 1)[", "4"),
+    "more parts than replicas: no rank reads some": ("dp.size)[", "dp.size * pp.size)[", "4"),
+    "all replicas read the same rows": (")[dp.rank]", ")[0]", "5"),
+    "dp times too large: every rank reads all rows, or the sum is multiplied": (
+        "dp.size)[dp.rank]",
+        "1)[0]",
+        "4, 5, 8",
+    ),
+    "summands are not added up: only this rank's rows": (
         'tp.all_reduce(inner @ down, algorithm="ring")',
         "inner @ down",
         "6",
     ),
-    "f forgotten: this rank's columns alone": (
+    "f forgotten: only this rank's columns": (
         'tp.all_reduce(dinner @ up.T, algorithm="ring")',
         "dinner @ up.T",
         "7",
     ),
+    "a mean of summands": (
+        'tp.all_reduce(inner @ down, algorithm="ring")',
+        "tp.all_reduce(inner @ down) / tp.size",
+        "6",
+    ),
+    "added up over the replicas: their rows are others": (
+        'tp.all_reduce(inner @ down, algorithm="ring")',
+        "dp.all_reduce(inner @ down)",
+        "6",
+    ),
+    "added up over the stages: their layers are others": (
+        'tp.all_reduce(inner @ down, algorithm="ring")',
+        "pp.all_reduce(inner @ down)",
+        "6",
+    ),
+    "the hidden numbers are added up before the product": (
+        'tp.all_reduce(inner @ down, algorithm="ring")',
+        "tp.all_reduce(inner) @ down",
+        "6",
+    ),
+    "the output has the wrong sign": ("y = tp", "y = -tp", "6"),
+    "a mean of the input's gradients": (
+        'tp.all_reduce(dinner @ up.T, algorithm="ring")',
+        "tp.all_reduce(dinner @ up.T) / tp.size",
+        "7",
+    ),
+    "the input's gradient is added up over the replicas": (
+        'tp.all_reduce(dinner @ up.T, algorithm="ring")',
+        "dp.all_reduce(dinner @ up.T)",
+        "7",
+    ),
+    "the hidden gradients are added up before the product": (
+        'tp.all_reduce(dinner @ up.T, algorithm="ring")',
+        "tp.all_reduce(dinner) @ up.T",
+        "7",
+    ),
+    "the input's gradient has the wrong sign": ("dx = tp", "dx = -tp", "7"),
     "a mean: the loss was divided by all tokens before": (
         'dp.all_reduce(gradient, algorithm="ring")',
         "dp.all_reduce(gradient) / dp.size",
@@ -155,6 +205,23 @@ MISTAKES = {
     "nothing was added up: the replicas drift apart": (
         'dp.all_reduce(gradient, algorithm="ring")',
         "gradient",
+        "8",
+    ),
+    "the weights did not change: update in place": (
+        'lr * dp.all_reduce(gradient, algorithm="ring")',
+        "0.0 * gradient",
+        "8",
+    ),
+    "uphill: the gradient is added": ("weights -=", "weights +=", "8"),
+    "the learning rate is missing": ("lr * dp", "dp", "8"),
+    "added up over tp: its ranks have other columns": (
+        'dp.all_reduce(gradient, algorithm="ring")',
+        "tp.all_reduce(gradient)",
+        "8",
+    ),
+    "added up over pp: the stages have other weights": (
+        'dp.all_reduce(gradient, algorithm="ring")',
+        "pp.all_reduce(gradient)",
         "8",
     ),
 }
@@ -199,7 +266,10 @@ def _step(exercise: ModuleType, shape: dict[str, int]) -> Result:
     off = np.max([np.abs(mine - right).max() for mine, right in zip(found, target, strict=True)])
 
     def gives(old: str, new: str) -> bool:
-        wrong = _stepped(variant(plain_hybrid, old, new), shape)
+        try:
+            wrong = _stepped(variant(plain_hybrid, old, new), shape)
+        except (MinidistError, IndexError, ValueError):
+            return False  # this mistake cannot run on this mesh
         return all(np.allclose(mine, part) for mine, part in zip(found, wrong, strict=True))
 
     return judge(
@@ -272,7 +342,7 @@ def _norm(shape: dict[str, int], ranks: list[dict[str, Any]]) -> Result:
         "what tp ranks hold alike counts several times": "several",
         "what tp ranks hold alike is missing": "none",
         "replicas have the same gradient: each number counts dp times": "all",
-        "this rank's part alone": "own",
+        "only this rank's part": "own",
         "the other stages are missing": "tp",
     }
     return judge(

@@ -68,12 +68,21 @@ def shapes(ranks: int) -> Iterator[dict[str, int]]:
 
 
 def plans(ranks: int) -> Iterator[md.Plan]:
-    """Yield every mesh of dp, pp and tp; then with cp, with sequence parallelism, and with ZeRO."""
-    yield from map(plan_of, shapes(ranks))
+    """Yield dp only, dp with the smallest pipeline, with the least tensor parallelism, and all three;
+    then with cp, and with ZeRO."""
+    least = next((size for size in range(2, ranks + 1) if ranks % size == 0), 1)
+    chosen = [
+        {"dp": ranks, "pp": 1, "tp": 1},
+        {"dp": ranks // least, "pp": least, "tp": 1},
+        {"dp": ranks // least, "pp": 1, "tp": least},
+        cube(ranks),
+    ]
+    possible = list(shapes(ranks))
+    for place, shape in enumerate(chosen):
+        if shape in possible and shape not in chosen[:place]:
+            yield plan_of(shape)
     if ranks % 2 == 0:
         yield plan_of({**cube(ranks // 2), "cp": 2})
-    if ranks % 4 == 0:
-        yield plan_of({"dp": ranks // 4, "cp": 2, "tp": 2}, sequence_parallel=True)
     if ranks > 1:
         yield from (plan_of(cube(ranks), zero=zero) for zero in (1, 3))
 

@@ -2,10 +2,9 @@
 
 mpirun -n 4 python lessons/17_hybrid/lesson.py
 python lessons/17_hybrid/lesson.py                       # no launcher: eight threads
-python lessons/17_hybrid/lesson.py --break rows-by-rank  # see README.md, section 8
+python lessons/17_hybrid/lesson.py --break rows-by-rank  # see README.md, section 9
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,13 @@ def tour(group: Group, page: Page) -> None:
     results = equal(group, page)
     page.heading("4  What travels on each axis")
     traffic(results, page)
-    experts(group, page)
     page.heading("5  Which axis is innermost")
     innermost(group, page)
     page.heading("6  The norm of a gradient that lies in pieces")
     norms(results, page)
     page.heading("7  Memory against efficiency (N1 §2)")
     efficiency(group, results, page)
+    page.heading("10  The notes' model of 10^12 parameters (N2:293)")
     notes_example(page)
 
 
@@ -287,47 +286,6 @@ def traffic(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
     )
 
 
-def experts(group: Group, page: Page) -> None:
-    """Divide the experts of a mixture in place of the MLPs (lesson 18): compare with one process,
-    show the ledger by axis."""
-    plans = list(lab.expert_plans(group.size))
-    if not plans:
-        page.say(f"{group.size} ranks are no two halves: the axis ep has nothing to show")
-        return
-    config = lab.MIXED
-    rows = []
-    alone = (
-        md.run(partial(lab.train, config=config), md.Plan(), size=1)[0] if group.rank == 0 else None
-    )
-    for plan in plans:
-        result = lab.train(group, plan, config=config)
-        sent = result["sent"]
-        target = lab.formula(plan, config, rows=result["rows"], steps=lab.STEPS)
-        if alone is not None:
-            apart = state_difference(result["weights"], alone["weights"])
-            good = apart < 1e-10 and sent == target
-            rows.append(
-                [
-                    lab.name_of(plan),
-                    f"{apart:.0e}",
-                    *(
-                        size_text(sent[axis] / lab.STEPS) if sent[axis] else "-"
-                        for axis in ("dp", "ep", "tp")
-                    ),
-                    size_text(sum(target.values()) / lab.STEPS),
-                    "ok" if good else "off",
-                ]
-            )
-    page.table(
-        f"The same model with {config.mixture.experts} experts a block, 2 a token: plans that "
-        "divide them",
-        ["plan", "weights off by", "dp", "ep", "tp", "formulas together", "1e-10, each axis"],
-        rows,
-        note="dp 2(dp·ep-1) · what a replica holds but experts + 2(dp-1) · the experts; ep 4 h "
-        "a row to an expert on another rank",
-    )
-
-
 # -------------------------------------------------------------------------------------- 5 innermost
 
 
@@ -452,7 +410,7 @@ def notes_example(page: Page) -> None:
         "N2:293: 10^12 parameters on dp=64, tp=8, pp=2: GB a GPU in mixed precision, by formula",
         ["over dp", "weights", "gradients", "optimizer", "together", "80 GB"],
         rows,
-        note="activations come on top. tp and pp divide by 16; without ZeRO-3 that leaves 125 "
+        note="activations are added. tp and pp divide by 16; without ZeRO-3 that leaves 125 "
         "GB of weights",
     )
 

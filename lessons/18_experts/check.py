@@ -1,6 +1,7 @@
 """Grades exercise 18: your routing beside the library's, and your mixture on ranks beside one
 process."""
 
+import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -12,8 +13,10 @@ import numpy as np
 from minidist.autograd.ops.experts import top_positions
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
-from minidist.grading import Result, expect, judge
-from minidist.lessons.checking import on_ranks
+from minidist.errors import MinidistError
+from minidist.grading import Mistake, Result, expect, judge, variant
+from minidist.launch import run
+from minidist.lessons.checking import LIMIT, on_ranks
 from minidist.nn import GPT, GPTConfig, MixtureConfig, mixture
 from minidist.nn.moe import mixtures, rebalance
 from minidist.parallel.experts.expert_parallel import plain_experts
@@ -80,15 +83,21 @@ def _choose(exercise: ModuleType) -> Result:
         mine = np.asarray(exercise.choose(chances, k))
         if not np.array_equal(mine, right):
             break
+    shaped = mine.shape == right.shape
+    token = int(np.argmax((mine != right).any(axis=1))) if shaped else 0
     return judge(
-        "experts of 9 tokens",
+        f"experts of {TOKENS} tokens, token {token}",
         np.array_equal(mine, right),
-        f"first {right[0]}",
-        f"first {mine[0] if mine.size else mine}",
+        str(right[token]),
+        str(mine[token] if mine.size else mine),
         "not the likeliest",
         "argsort sorts upwards: section 2 (hole 1)",
         signs={
-            "not k a token": mine.shape != right.shape,
+            "not k a token": not shaped,
+            "probabilities, and not the experts' numbers": mine.dtype.kind == "f",
+            "the likeliest is not the first": shaped
+            and not np.array_equal(mine, right[:, ::-1])
+            and np.array_equal(np.sort(mine, axis=1), np.sort(right, axis=1)),
             "the likeliest comes last": np.array_equal(mine, right[:, ::-1]),
             "those are the least likely": np.array_equal(mine, np.argsort(chances, axis=1)[:, :k]),
         },
@@ -108,7 +117,15 @@ def _places(exercise: ModuleType) -> Result:
                 str(mine),
                 "not capacity times the share",
                 "tokens make k choices each: section 3 (hole 2)",
-                signs={"a token counts once, but has k choices": k > 1 and mine < right},
+                signs={
+                    "a token counts once, but has k choices": k > 1
+                    and mine == math.ceil(capacity * tokens / experts),
+                    "not divided by the experts": mine == math.ceil(capacity * k * tokens),
+                    "experts and tokens are exchanged": mine
+                    == math.ceil(capacity * k * experts / tokens),
+                    "rounded down": mine == math.floor(capacity * k * tokens / experts),
+                    "one place too many": mine == right + 1,
+                },
             )
     return Result("places", True, "3 cases", "3 cases")
 
@@ -121,18 +138,61 @@ def _keep(exercise: ModuleType) -> Result:
     chosen = layer.routing.chosen[0]
     right = layer.routing.kept[0]
     mine = np.asarray(exercise.keep(chosen, layer.config.places(TOKENS), EXPERTS))
+    room = layer.config.places(TOKENS)
     return judge(
         f"choices taken of {chosen.size}",
         np.array_equal(mine, right),
         str(int(right.sum())),
         str(int(mine.sum())),
-        "one too few",
+        "other choices are taken",
         "with `room` places, the choice that finds `room` taken is dropped: section 3 (hole 3)",
         signs={
             "nothing is dropped": mine.all(),
-            "one too many": mine.sum() > right.sum(),
+            "nothing is taken": not mine.any(),
+            "one too many": np.array_equal(mine, _kept(chosen, room + 1)),
+            "one too few": np.array_equal(mine, _kept(chosen, room - 1)),
         },
     )
+
+
+MISTAKES = {
+    "the rows that are sent are not sorted": (
+        "np.split(x[order], ends[:-1])",
+        "np.split(x, ends[:-1])",
+        "5",
+    ),
+    "the rows are in the order of their tokens": (
+        'np.argsort(chosen, kind="stable")',
+        "np.arange(len(chosen))",
+        "4",
+    ),
+    "sorted from the last expert to the first": (
+        'np.argsort(chosen, kind="stable")',
+        'np.argsort(-chosen, kind="stable")',
+        "4",
+    ),
+    "the results are sorted once more": (
+        "y[order] = np.concatenate(back)",
+        "y[...] = np.concatenate(back)[order]",
+        "6",
+    ),
+    "the results are in the order of the experts": (
+        "y[order] = np.concatenate(back)",
+        "y[...] = np.concatenate(back)",
+        "6",
+    ),
+}
+"""{name: (code of the plain version, what a student may write there, the hole)}"""
+
+
+def _kept(chosen: np.ndarray, room: int) -> np.ndarray:
+    """Return which choices are taken with `room` places."""
+    taken = [0] * EXPERTS
+    kept = np.zeros(chosen.shape, bool)
+    for place, expert in np.ndenumerate(chosen):
+        kept[place] = taken[expert] < room
+        taken[expert] += 1
+    return kept
 
 
 def _journey(exercise: ModuleType, size: int) -> Result:
@@ -145,7 +205,7 @@ def _journey(exercise: ModuleType, size: int) -> Result:
     experts = rng.normal(size=(size, WIDTH, WIDTH))
     right = np.einsum("nh,nhk->nk", x, experts[chosen]) * weight[:, None]
 
-    def job(group: Group) -> tuple[int, np.ndarray]:
+    def job(group: Group, loop: Any = exercise.plain_experts) -> tuple[int, np.ndarray]:
         mine = np.array_split(np.arange(count), size)[group.rank]
         seen = []
 
@@ -153,9 +213,7 @@ def _journey(exercise: ModuleType, size: int) -> Result:
             seen.append(len(rows))
             return np.asarray(rows @ experts[group.rank])
 
-        y = np.asarray(
-            exercise.plain_experts(x[mine], chosen[mine], weight[mine], my_expert, group)
-        )
+        y = np.asarray(loop(x[mine], chosen[mine], weight[mine], my_expert, group))
         return sum(seen), y
 
     task = f"{size} ranks, {count} tokens"
@@ -173,14 +231,14 @@ def _journey(exercise: ModuleType, size: int) -> Result:
         )
     found = np.concatenate([y for _, y in ranks])
     off = float(np.abs(found - right).max())
-    homes = np.array_split(np.arange(count), size)
-    unweighted = [right[mine] / weight[mine, None] for mine in homes]
-    as_sorted = np.concatenate(
-        [
-            rows[np.argsort(chosen[mine], kind="stable")] * weight[mine, None]
-            for rows, mine in zip(unweighted, homes, strict=True)
-        ]
-    )
+
+    def gives(old: str, new: str) -> bool:
+        try:
+            wrong = run(job, variant(plain_experts, old, new), size=size, limit=LIMIT)
+        except (MinidistError, ValueError):
+            return False  # this mistake cannot run here
+        return np.allclose(found, np.concatenate([y for _, y in wrong]))
+
     return judge(
         task,
         off < 1e-12,
@@ -189,8 +247,11 @@ def _journey(exercise: ModuleType, size: int) -> Result:
         "rows met other experts, or came back to other tokens",
         "row i of the sorted ones is token order[i]'s: section 1 (holes 4 and 6)",
         signs={
-            "results stand in the experts' order": np.allclose(found, as_sorted)
-            and not np.allclose(found, np.concatenate(unweighted))
+            name: Mistake(
+                partial(gives, old, new),
+                f"row i of the sorted ones is token order[i]'s: section 1 (hole {hole})",
+            )
+            for name, (old, new, hole) in MISTAKES.items()
         },
     )
 
@@ -206,6 +267,8 @@ def _balance(exercise: ModuleType) -> Result:
     chances = e / e.sum(axis=1, keepdims=True)
     right = layer.balance.item() / TOKENS
     assert layer.routing is not None, "it has run"
+    f = np.bincount(layer.routing.chosen[0].reshape(-1), minlength=EXPERTS) / (TOKENS * K)
+    p = chances.mean(axis=0)
     mine = float(exercise.balance_loss(layer.routing.chosen[0], chances))
     return expect(
         "balance loss",
@@ -216,6 +279,12 @@ def _balance(exercise: ModuleType) -> Result:
         known={
             "the factor E is missing": right / EXPERTS,
             "a sum over tokens instead of the mean": right * TOKENS,
+            "the factor E is missing, and a sum over tokens": right * TOKENS / EXPERTS,
+            "divided by E": right / EXPERTS**2,
+            "the wrong sign": -right,
+            "the shares of the choices twice, and not the chances": EXPERTS * float(f @ f),
+            "the chances twice, and not the shares of the choices": EXPERTS * float(p @ p),
+            "f and p are summed before they are multiplied": 1.0,
         },
         same=partial(np.isclose, rtol=1e-10),
         show="{:.4f}".format,
@@ -236,9 +305,20 @@ def _biases(exercise: ModuleType) -> Result:
         np.allclose(mine, right),
         str(right.tolist()),
         str(np.round(mine, 3).tolist()),
-        "all move alike, by rate, whatever the distance",
-        "np.sign of the distance to the mean: section 4 (hole 8)",
-        signs={"the busy are liked more": np.allclose(mine, -right)},
+        "other steps",
+        "rate times the sign of the distance to the mean: section 4 (hole 8)",
+        signs={
+            "the busy are liked more": np.allclose(mine, -right),
+            "the rate is missing": np.allclose(mine, right / 0.25),
+            "all move alike, by rate, whatever the distance": np.allclose(
+                mine, 0.25 * (load.mean() - load)
+            ),
+            "an expert with the mean load moves, too": np.allclose(
+                mine[load != 4], right[load != 4]
+            ),
+            "the busy do not move down": np.allclose(mine, np.maximum(right, 0)),
+            "compared with another number than the mean": np.isin(np.abs(mine), (0, 0.25)).all(),
+        },
     )
 
 

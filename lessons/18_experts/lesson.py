@@ -2,7 +2,7 @@
 
 mpirun -n 4 python lessons/18_experts/lesson.py
 python lessons/18_experts/lesson.py                       # no launcher: four threads
-python lessons/18_experts/lesson.py --break no-balance    # see README.md, section 6
+python lessons/18_experts/lesson.py --break no-balance    # see README.md, section 7
 """
 
 from dataclasses import replace
@@ -39,14 +39,13 @@ def tour(group: Group, page: Page) -> None:
     equal(group, page)
     page.heading("2  Which token goes where")
     matrix(group, page)
-    page.heading("3  Load, balanced and not")
+    page.heading("4  Load, balanced and not")
     balance(group, page)
-    page.heading("4  Traffic")
+    page.heading("5  What it costs: traffic and memory")
     traffic(group, page)
-    page.heading("5  Memory")
     memory(group, page)
     if group.size > 1:
-        page.heading("6  Two nodes")
+        page.heading("5.1  Between nodes: two nodes")
         two_nodes(group, page)
 
 
@@ -322,6 +321,7 @@ def no_balance() -> None:
                 f"  step {step + 1:2d}: shares "
                 f"{' '.join(f'{share:4.0%}' for share in np.sort(shares[step])[::-1])}"
             )
+    print(f"expected of balance: {1 / lab.EXPERTS:.1%} each")
 
 
 def counts_forgotten() -> None:
@@ -344,7 +344,7 @@ def counts_forgotten() -> None:
         SplitExperts._exchange_counts = right  # type: ignore[method-assign]
     print(
         f"all rows arrive and nothing hangs, but many meet another expert: after {STEPS} steps "
-        f"the weights are off by {state_difference(wrong, target):.0%} of the largest"
+        f"the weights are off by {state_difference(wrong, target):.0%} of the largest, expected 0%"
     )
 
 
@@ -367,6 +367,7 @@ def local_noise() -> None:
             f"noise by {'local' if local else 'global'} token: 2 ranks off one by "
             f"{state_difference(others[0], one):.0e}, 4 ranks by {state_difference(others[1], one):.0e}"
         )
+    print("expected: about 1e-14, rounding only")
 
 
 BREAKS = {

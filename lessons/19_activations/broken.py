@@ -36,7 +36,7 @@ def fresh_dropout() -> None:
     y.sum().backward()
     print(
         f"forward kept  {(y.data != 0).astype(int)}\nbackward kept "
-        f"{(np.asarray(x.grad) != 0).astype(int)}: "
+        f"{(np.asarray(x.grad) != 0).astype(int)}, expected those of forward: "
         f"no error, and a gradient of another function"
     )
 
@@ -63,6 +63,7 @@ def other_weights() -> None:
     def fickle(x: Any) -> Any:
         return x * (first if next(calls) == 0 else second)
 
+    print("expected: an error, because the second run uses another weight", flush=True)
     recompute(fickle, tensor(np.ones(3))).sum().backward()
 
 

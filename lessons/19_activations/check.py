@@ -11,7 +11,7 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.console import size_text
 from minidist.device import account
-from minidist.grading import Result, expect, judge
+from minidist.grading import Result, expect, judge, variant
 from minidist.parallel.memory.activations import plain_recompute
 
 LAYERS = 6
@@ -50,7 +50,8 @@ def _formula(exercise: ModuleType) -> Iterator[Result]:
             target,
             measured,
             "another number",
-            "(segments - 1) inputs and one segment's insides: section 3 (hole 1)",
+            "all segments but one keep one input, and all blocks of one segment are alive: section 3 "
+            "(hole 1)",
             known={
                 "one block is made again, and not one segment": (layers // size - 1) * x + a,
                 "that is everything kept": layers * a,
@@ -141,7 +142,7 @@ def _memory(exercise: ModuleType, size: int) -> Iterator[Result]:
         size_text(target),
         size_text(found),
         "more than inputs: the tape was kept",
-        "run forward in `with no_grad():`, and keep inputs alone: section 1 (holes 3, 4)",
+        "run forward in `with no_grad():`, and keep only inputs: section 1 (holes 3, 4)",
     )
 
 
@@ -157,9 +158,12 @@ def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
     for weight in weights:
         weight.zero_grad()
     dx = exercise.plain_recompute(_segments(blocks, size), x, dy)
-    right = sum(
-        weight.grad is not None and np.array_equal(weight.grad, target)
-        for weight, target in zip(weights, targets, strict=True)
+    found = [np.zeros(1) if weight.grad is None else weight.grad for weight in weights]
+    equal = [np.array_equal(grad, target) for grad, target in zip(found, targets, strict=True)]
+    right = sum(equal)
+    turned = all(
+        np.array_equal(np.abs(grad), np.abs(target))
+        for grad, target in zip(found, targets, strict=True)
     )
     yield expect(
         f"weights with the right gradient, segments of {size}",
@@ -168,8 +172,12 @@ def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
         "no weight got one",
         "take the last kept input, go back through it, hand on again.grad: section 1 (holes 4, "
         "5, 6)",
-        known={"the gradient does not reach the segment before": size},
-        signs={"a segment starts from another's input": weights[LAYERS - size].grad is not None},
+        signs={
+            "the gradient has the wrong sign": turned,
+            "the gradient does not reach the segment before": lambda: _same_dy(found, size, dy),
+            "the gradient that is handed on is another": equal[-1],
+            "a segment starts from another's input": weights[LAYERS - size].grad is not None,
+        },
     )
     same = isinstance(dx, np.ndarray) and np.array_equal(dx, np.asarray(start.grad))
     yield Result(
@@ -182,6 +190,17 @@ def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
     )
 
 
+def _same_dy(found: list[np.ndarray], size: int, dy: np.ndarray) -> bool:
+    """Return whether the gradients are those of segments that all start backward from dy."""
+    weights, blocks, x = _stack()
+    not_handed_on = variant(plain_recompute, "dy = again.grad", "dy = dy")
+    not_handed_on(_segments(blocks, size), x, dy)
+    return all(
+        np.array_equal(np.asarray(weight.grad), grad)
+        for weight, grad in zip(weights, found, strict=True)
+    )
+
+
 def _codes(exercise: ModuleType) -> Iterator[Result]:
     """The mean of the codes over many chances, in steps of the scale: the numbers themselves."""
     x = np.random.default_rng(5).normal(size=16)
@@ -190,6 +209,11 @@ def _codes(exercise: ModuleType) -> Iterator[Result]:
     codes = np.mean([np.asarray(code, np.float64) for code, _ in draws], axis=0)
     scale = draws[0][1]
     error = float(np.abs(codes - x / scale).max())
+
+    def above(those: np.ndarray) -> float:
+        """Return the largest error of some of the numbers."""
+        return float(np.abs(codes - x / scale)[those].max())
+
     same = np.array_equal(draws[0][0], draws[-1][0])
     other = chances[0].copy()
     other[0] = 0.999
@@ -211,6 +235,8 @@ def _codes(exercise: ModuleType) -> Iterator[Result]:
         "add the chance, then take the floor: section 5 (hole 7)",
         signs={
             "a number is rounded the same way whatever the chance": same,
+            "negative numbers are rounded towards zero": above(x > 0) < 0.01,
+            "the mean is a whole step too low": abs((x / scale - codes).mean() - 1) < 0.02,
             "the mean is half a step too high": abs(error - 0.5) < 0.02,
         },
     )

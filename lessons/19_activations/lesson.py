@@ -1,7 +1,7 @@
 """Lesson 19: keep less of the forward, and compute it again when backward asks.
 
 python lessons/19_activations/lesson.py
-mpirun -n 4 python lessons/19_activations/lesson.py           # sections 5 and 8 on real ranks
+mpirun -n 4 python lessons/19_activations/lesson.py           # sections 4.1 and 5 on real ranks
 python lessons/19_activations/lesson.py --break fresh-dropout # see README.md, section 9
 """
 
@@ -33,27 +33,33 @@ FLOAT32 = 4
 
 
 def tour(group: Group, page: Page) -> None:
-    """Run the lesson: sections 5 and 8 on all ranks together, the others only on rank 0."""
-    if group.rank == 0:
-        page.heading("1  The same gradients, to the bit")
+    """Run the lesson: sections 4.1 and 5 on all ranks together, the others only on rank 0."""
+    first = group.rank == 0
+    alone = group.split(group.rank)
+    page.heading("1  The same gradients, to the bit")
+    if first:
         same_gradients(page)
-        page.heading("2  What is kept at the end of forward")
+    page.heading("2  What is kept at the end of forward")
+    if first:
         kept_at_the_end(page)
-        page.heading("3  The peak of a step, and which blocks are worth it")
+    page.heading("3  The peak of a step, and which blocks lower it")
+    if first:
         peaks(page)
-        page.heading("4  What it costs")
+    page.heading("4  What it costs")
+    if first:
         seconds(page)
+    page.heading("4.1  Under ZeRO-3: nothing more is gathered")
+    traffic(group, page)
     page.heading("5  The inputs that are left: 8 bits, shares, the host")
     kept.inputs_left(group, page)
-    alone = group.split(group.rank)
-    if group.rank == 0:
+    if first:
         kept.rounding(page)
-        page.heading("6  A budget")
+    page.heading("6  A budget")
+    if first:
         kept.budget(alone, page)
-        page.heading("7  Context compression is another function")
+    page.heading("7  Context compression is another function")
+    if first:
         kept.compression(page)
-    page.heading("8  Under ZeRO-3: nothing more is gathered")
-    traffic(group, page)
 
 
 def gradients(config: GPTConfig, which: str) -> dict[str, np.ndarray]:
@@ -97,7 +103,7 @@ def same_gradients(page: Page) -> None:
     )
     rows.append(["the loop of section 1", equal, 4, "0.0e+00" if equal == 4 else "not equal"])
     page.table(
-        "Gradients beside those of a plain backward, dropout 0.1",
+        "Gradients compared with those of a plain backward, dropout 0.1",
         ["kept", "equal to the bit", "of", "largest difference"],
         rows,
         note="what is computed again has the same bits; scores are made by another formula from "
@@ -163,11 +169,11 @@ def peaks(page: Page) -> None:
             ]
         )
     page.table(
-        "Blocks that keep their inputs alone",
+        "Blocks that keep only their inputs",
         ["blocks", "peak", "", "less", "k (a - x)", ""],
         rows,
-        note="the last block gains nothing: backward begins there and makes all of it again at "
-        "once",
+        note="the last block does not lower the peak: backward begins there and computes all of it "
+        "again at once",
     )
 
 

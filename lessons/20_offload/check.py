@@ -11,7 +11,7 @@ import numpy as np
 
 import minidist as md
 from minidist.autograd.tensor import Parameter
-from minidist.grading import Result, expect, judge, load_module
+from minidist.grading import Mistake, Result, expect, judge, load_module
 from minidist.nn import GPT
 from minidist.optim import Adam
 from minidist.parallel.memory.offload import plain_offload
@@ -84,9 +84,11 @@ class _HostAdam(Adam):
         self.host = host
         self.model = model
         self.shared = 0
+        self.given = 0  # gradients
 
     def step(self, *given: Any, **options: Any) -> Any:
         """Count, then update."""
+        self.given += sum(h.grad is not None for h in self.host)
         self.shared += sum(
             h.grad is not None and np.shares_memory(h.grad, gradient)
             for h in self.host
@@ -99,7 +101,7 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
     """Weights on both sides, and gradients on the device, beside the plain version's."""
     ids = np.random.default_rng(0).integers(0, SMALL.vocabulary, (3, 2, SMALL.context + 1))
 
-    def trained(loop: Any) -> tuple[np.ndarray, np.ndarray, int, int, int]:
+    def trained(loop: Any) -> tuple[np.ndarray, np.ndarray, int, int, int, int, int]:
         model = _Model(SMALL)
         model.initialize(0)
         host = [Parameter(p.data.copy(), name=p.name) for p in model.parameters()]
@@ -108,8 +110,10 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
         with np.errstate(all="ignore"):
             loop(model, optimizer, [(part[:, :-1], part[:, 1:]) for part in ids], host)
         shared = sum(
-            p.data is not array or np.shares_memory(p.data, h.data)
-            for p, h, array in zip(model.parameters(), host, arrays, strict=True)
+            np.shares_memory(p.data, h.data) for p, h in zip(model.parameters(), host, strict=True)
+        )
+        replaced = sum(
+            p.data is not array for p, array in zip(model.parameters(), arrays, strict=True)
         )
         return (
             np.concatenate([p.data.ravel() for p in model.parameters()]),
@@ -117,6 +121,8 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
             sum(p.grad is not None for p in model.parameters()),
             shared,
             optimizer.shared,
+            replaced,
+            optimizer.given,
         )
 
     target, found, start = (
@@ -134,7 +140,7 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
         0,
         found[4],
         "the host reads device memory",
-        "the gradient goes down: h.grad is a copy of p.grad: section 1 (hole 1)",
+        "the gradient goes down: the host gets a copy of it: section 1 (hole 1)",
     )
     right = np.array_equal(found[0], found[1])
     yield judge(
@@ -143,7 +149,7 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
         "the host's",
         "the host's" if right else "others",
         "other weights",
-        "p.data[...] = h.data: section 1 (hole 2)",
+        "after the update each weight is the host's, number for number: section 1 (hole 2)",
         signs={"the new weights never reach the device": np.array_equal(found[0], start[0])},
     )
     yield expect(
@@ -151,16 +157,30 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
         0,
         found[3],
         "the device reads host memory",
-        "p.data[...] = h.data copies: section 1 (hole 2)",
+        "copy the numbers into the device's array: section 1 (hole 2)",
+    )
+    yield expect(
+        "arrays of the device that were replaced by new ones",
+        0,
+        found[5],
+        "the weights are another array",
+        "buckets and collectives keep the old array: write into it: section 1 (hole 2)",
     )
     moved = not np.array_equal(found[1], start[1])
-    yield Result(
+    yield judge(
         "weights on the host",
         np.allclose(found[1], target[1], rtol=1e-5),
         "the plain version's",
         "others" if moved else "as drawn",
         "other gradients" if moved else "the gradients did not go down",
-        "h.grad is a copy of p.grad: section 1 (hole 1)",
+        "the host's gradient is a copy of the device's: section 1 (hole 1)",
+        signs={
+            "the old weights go down to the host": Mistake(
+                not moved and found[6],
+                "the host has the new weights, the device the old ones: they move up: section 1 "
+                "(hole 2)",
+            )
+        },
     )
 
 
@@ -181,7 +201,7 @@ def _between_steps(exercise: ModuleType) -> Iterator[Result]:
             seen["device"]["total"]["now"],
             mine["device"],
             device.get(mine["device"] // count, "wrong bytes"),
-            "weights alone stay: section 2 (hole 3)",
+            "only weights stay, 2 bytes each in mixed precision: section 2 (hole 3)",
         )
         host = {
             12: "the gradients lie there too",
@@ -205,7 +225,7 @@ def _moved(exercise: ModuleType) -> Iterator[Result]:
         seen = _run({"offload": "optimizer", "precision": precision, "accumulate": passes})
         mine = exercise.moved_with_the_host(seen["parameters"], itemsize, passes)
         for way, target in seen["moved"].items():
-            came = mine[way]
+            came = mine.get(way, 0)
             yield expect(
                 f"{precision}, {passes} pass{'es' * (passes > 1)}, {way}",
                 target,
@@ -213,6 +233,7 @@ def _moved(exercise: ModuleType) -> Iterator[Result]:
                 "wrong bytes",
                 "gradients A times, weights once: section 3 (hole 5)",
                 signs={
+                    "a direction is missing": way not in mine,
                     "weights come up once a step": way == "host to device"
                     and came == passes * target,
                     "each pass sends its gradients": came * passes == target,
@@ -331,7 +352,8 @@ def _update(exercise: ModuleType) -> Iterator[Result]:
         start_up,
     )
     advice = (
-        "arriving[run].wait(), optimizer_step(run), going.append(start_up(run)): section 1 (hole 8)"
+        "each run waits for its own gradients, then Adam updates it, then its weights go up: "
+        "section 1 (hole 8)"
     )
     for run in UNITS:
         order = [what for what, whose in events if whose == run]

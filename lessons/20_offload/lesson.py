@@ -45,21 +45,20 @@ def tour(group: Group, page: Page) -> None:
     for title, section in (
         ("1  The same weights, wherever the state lies", same_weights),
         ("2  Where each byte lies: device, host, disk", where),
-        ("3  What moves in a step, beside the formula", what_moves),
-        ("4  A model four times over the limit", over_the_limit),
-        ("5  Reading ahead, writing behind: a disk that takes its time", hidden),
+        ("3  What moves in a step, and the formula", what_moves),
+        ("4  Reading ahead, writing behind: a slow disk", hidden),
+        ("5  A model four times over the limit", over_the_limit),
     ):
         page.heading(title)
         if group.rank == 0:
             section(alone, page)
     group.barrier()
-    page.heading("6  Each rank its own shards")
+    page.heading("6  Each rank offloads its own shards; other axes (N2:529)")
     all_ranks(group, page)
-    page.heading("7  Other axes beside it (N2:529)")
     if group.rank == 0:
         other_axes(page)
     group.barrier()
-    page.heading("8  Seven billion parameters, and the notes' 900 GB/s (N2:378)")
+    page.heading("9  Seven billion parameters, and the notes' 900 GB/s (N2:378)")
     seven_billion(page)
     alone.close()
 
@@ -86,8 +85,8 @@ def same_weights(alone: Group, page: Page) -> None:
     )
     equal, count = plain_beside_single()
     page.say(
-        f"The loop of section 1 beside one device, unclipped: {equal} of {count} tensors have "
-        "the same bits."
+        f"The loop of section 1 compared with one device, unclipped: {equal} of {count} tensors "
+        "have the same bits."
     )
 
 
@@ -209,7 +208,7 @@ def over_the_limit(alone: Group, page: Page) -> None:
                 ]
             )
     page.table(
-        f"Limit {size_text(limit)}; the state alone takes {size_text(16 * count)}",
+        f"Limit {size_text(limit)}; the state takes {size_text(16 * count)}",
         ["", "device's peak", "", "same bits as without a limit"],
         rows,
     )
@@ -281,7 +280,7 @@ def all_ranks(group: Group, page: Page) -> None:
             ]
             for rank, r in enumerate(records)
         ],
-        note="a rank reads and writes its own shards alone, so P disks are P times as fast as one",
+        note="a rank reads and writes only its own shards, so P disks are P times as fast as one",
     )
 
 
@@ -380,6 +379,7 @@ def no_prefetch() -> None:
             f"{name:17s} forward and backward {1e3 * run['passes']:.0f} ms, "
             f"{100 * run['share']:.0f} % hidden"
         )
+    print("expected: read ahead more is hidden, all but four of 16 reads; else only writes")
 
 
 def one_buffer() -> None:
@@ -390,6 +390,7 @@ def one_buffer() -> None:
             f"{buffers} buffer{'s' * (buffers > 1)}: a step takes {1e3 * run['seconds']:.0f} ms, "
             f"{100 * run['share']:.0f} % of the moves hidden, weights {run['digest'][:8]}"
         )
+    print("expected: the same weights each time, and a longer step with fewer buffers")
 
 
 class Hasty(OnHost):
@@ -416,8 +417,8 @@ def update_before_arrival() -> None:
         _alone(lambda world, store=store: work(world, store)) for store in (OnHost, Hasty)
     )
     print(
-        f"after two steps the largest difference is {np.abs(right - hasty).max():.1e}, and no "
-        "error came: Adam took the last step's gradients, and zeros in the first"
+        f"after two steps the largest difference is {np.abs(right - hasty).max():.1e}, expected 0, "
+        "and no error: Adam took the last step's gradients, and zeros in the first"
     )
 
 
@@ -434,16 +435,21 @@ def forget_to_free() -> None:
             finally:
                 strategy.store.close()
 
+    print(
+        "expected: a step that holds two units at a time and fits under 700,000 bytes", flush=True
+    )
     _alone(work)
 
 
 def tiny_limit() -> None:
     """Set a limit of less than two units: refused before training."""
+    print("expected: an error before the first step, which names the need", flush=True)
     _alone(lambda world: lab.train(world, {**lab.PLANS["all on disk"], "device_memory": 300_000}))
 
 
 def missing_folder() -> None:
     """Offload to a folder that cannot be written: refused before training."""
+    print("expected: an error before the first step, which names the folder", flush=True)
     _alone(lambda world: lab.train(world, lab.PLANS["all on disk"], offload_dir="/absent/folder"))
 
 

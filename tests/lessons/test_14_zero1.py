@@ -21,6 +21,12 @@ WRONG = {
     "wrong slices": {1: "slice(rank * -(-n // size), (rank + 1) * -(-n // size))"},
     "the optimizer is not divided": {2: "list(model.parameters())"},
     "the optimizer changes a copy": {2: "flat.pieces(weights[flat.chunk].copy(), mine)"},
+    "another rank's chunk": {2: "flat.pieces(weights[: flat.chunk_size], mine)"},
+    "the optimizer reads other gradients": {2: "flat.pieces(weights[flat.chunk], mine.copy())"},
+    "gradients are gathered": {4: "group.all_gather(mine, out=weights)"},
+    "old weights are added to new ones": {
+        4: "weights[...] = group.all_reduce(weights) / group.size"
+    },
     "averaged twice": {3: RIGHT[3] + "\nmine /= group.size"},
     "an all-reduce where a reduce-scatter is enough": {
         3: "mine[...] = group.all_reduce(gradient)[flat.chunk]"

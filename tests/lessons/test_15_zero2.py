@@ -19,9 +19,16 @@ WRONG = {
     },
     "plain_zero2 on 2 ranks, 3 steps: weights": {1: RIGHT[1] + "\nmine /= group.size"},
     "the update comes before the reduce has ended": {7: "pass"},
-    "forgot to free": {6: "self.kept = [*getattr(self, 'kept', []), self.flying.pop(0)]"},
+    "forgot to free": {6: "self.kept = self.flying.pop(0)"},
     "too many in flight": {4: "pass"},
     "backward stands still": {4: "self.land()"},
+    "old weights are added to new ones": {
+        2: "weights[...] = group.all_reduce(weights) / group.size"
+    },
+    "summed into the shard": {3: "self.group.start_reduce_scatter(gradient, out=run.shard)"},
+    "reduce_scatter waits for the sum": {3: "self.group.reduce_scatter(gradient, out=chunk)"},
+    "read before it arrived": {5: "run.shard += chunk\nhandle.wait()"},
+    "each once, from the oldest": {6: "self.flying.pop()"},
     "averaged twice": {5: "handle.wait()\nrun.shard += chunk / self.group.size"},
     "replaced instead of added": {5: "handle.wait()\nrun.shard[...] = chunk"},
 }

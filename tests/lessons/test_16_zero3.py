@@ -9,7 +9,12 @@ RIGHT = right("16")
 NOTHING = "lambda *_: None"
 WRONG = {
     "not gathered for forward": {1: NOTHING},
-    "2 ranks, weights after": {4: "np.resize(self.shard, self.flat.size)"},
+    "other weights are gathered": {4: "np.resize(self.shard, self.flat.size)"},
+    "reduced after forward": {2: "self.reduce"},
+    "an all-reduce where a reduce-scatter is enough": {
+        5: "self.mine[...] = self.group.all_reduce(gradient)[self.flat.chunk]\nself.free()"
+    },
+    "the gradients were cleared": {6: "optimizer.step()\noptimizer.zero_grad()"},
     "forgot to free after forward": {2: NOTHING},
     "not gathered again for backward": {3: NOTHING},
     "forgot to free after backward": {

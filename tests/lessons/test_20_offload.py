@@ -15,6 +15,9 @@ WRONG = {
     "other gradients": {1: "h.grad = 2.0 * p.grad * p.grad\np.zero_grad()"},
     "the new weights never reach the device": {2: "pass"},
     "the device reads host memory": {2: "p.data = h.data"},
+    "the weights are another array": {2: "p.data = h.data.copy()"},
+    "the old weights go down to the host": {2: "h.data[...] = p.data"},
+    "a direction is missing": {5: '{"device to host": passes * itemsize * parameters}'},
     "the wait for b: before a computes": {
         7: """
             if index + 1 < len(units):
