@@ -30,6 +30,7 @@ def no_feedback() -> None:
         found: dict[str, dict[str, float]] = lab.kept(group, 25, texts)
         return found
 
+    print("Expected: all that has not arrived is kept, in the residuals (0, but for rounding)")
     for name, found in on_threads(job).items():
         print(
             f"{name:32} of the sum of 25 gradients {100 * found['sum']:.1f} % has arrived; "
@@ -40,6 +41,7 @@ def no_feedback() -> None:
 def no_masking() -> None:
     """Keep the momentum where a number was sent: momentum correction then sends the old direction
     again and again."""
+    print("Expected: the loss falls")
     for name, options in (("masked", ""), ("not masked", ",masking=no")):
         way = {"compress": f"top-k:density=0.01,momentum=0.9{options}"}
         losses = on_threads(train_by_sgd, way)
@@ -60,6 +62,7 @@ def train_by_sgd(group: Group, way: dict[str, Any]) -> list[float]:
 
 def lost_residual() -> None:
     """Save a run and continue it, with its residuals and without."""
+    print("Expected: the weights of a run without a restart, difference 0")
     for name, gap in gaps_after_restart("top-k:density=0.01").items():
         print(f"residuals {name:9} weights beside those of a run without a restart: {gap:.1e}")
 

@@ -44,8 +44,8 @@ RATE = 0.1
 
 
 def tour(group: Group, page: Page) -> None:
-    """Run the lesson: sections 1 to 5 on all ranks together, section 6 only on rank 0."""
-    page.heading("1  The loop beside DDP")
+    """Run the lesson: sections 1 to 5 on all ranks together, the others only on rank 0."""
+    page.heading("1  The loop compared with DDP")
     plain_loop(group, page)
     page.heading("2  Bytes of one gradient")
     wire(group, page)
@@ -56,9 +56,10 @@ def tour(group: Group, page: Page) -> None:
     page.heading("5  Meet seldom")
     seldom(group, page)
     if group.rank == 0:
-        fragments(page)
         page.heading("6  What was not sent is state")
         restart(page)
+        page.heading("12.1  Streaming")
+        fragments(page)
 
 
 def weights_after(group: Group, train: Any) -> np.ndarray:
@@ -223,7 +224,6 @@ def fragments(page: Page) -> None:
     every = 12
     parts = 3
     delay = 2
-    page.say()
     page.say(
         f"Streaming, H={every}, F={parts}, τ={delay}: S a fragment sets out, M it is mixed in; "
         "one column a step"

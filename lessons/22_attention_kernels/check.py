@@ -115,8 +115,12 @@ def _one_pass(q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> np.n
         shrink = np.exp(now - top if mistake == "inverse" else top - now)
         p = np.exp(score - now)
         shrink = np.ones_like(shrink) if mistake == "none" else shrink
-        total = total * (1 if mistake == "total" else shrink) + p
-        y = y * (1 if mistake == "sum" else shrink) + (1 if mistake == "weight" else p) * v[key]
+        shrink = p if mistake == "score" else shrink
+        weighted = v[key] if mistake == "weight" else p * v[key]
+        total = total * (1 if mistake == "total" else shrink)
+        total += p * shrink if mistake == "new total" else p
+        y = y * (1 if mistake == "sum" else shrink)
+        y += weighted * shrink if mistake == "new sum" else weighted
         y = p * v[key] if mistake == "forgets" else y
         top = now
     return y / total
@@ -125,18 +129,39 @@ def _one_pass(q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> np.n
 MISTAKES = {
     "inverse": (
         "what was summed grows instead of shrinking",
-        "exp(old maximum - new maximum) (hole 1)",
+        "the maximum can only grow, so the factor is at most 1: section 1, step 3 (hole 1)",
     ),
     "none": (
         "nothing is scaled down when the maximum grows",
-        "exp(old maximum - new maximum) (hole 1)",
+        "the earlier sums belong to the old maximum: section 1, step 3 (hole 1)",
     ),
-    "total": ("the total is not scaled down", "total * shrink + p (hole 2)"),
-    "sum": ("the sum of values is not scaled down", "sum[i] * shrink + p * v (hole 3)"),
-    "weight": ("values are added without their weight p", "p times the value (hole 3)"),
+    "score": (
+        "the factor is taken from this key's score, not from the old maximum",
+        "the earlier sums belong to the old maximum: section 1, step 3 (hole 1)",
+    ),
+    "total": (
+        "the total is not scaled down",
+        "correct the earlier sum first, then add the new term: section 1, step 5 (hole 2)",
+    ),
+    "new total": (
+        "the new term is scaled down too",
+        "p already belongs to the new maximum: section 1, step 5 (hole 2)",
+    ),
+    "sum": (
+        "the sum of values is not scaled down",
+        "correct the earlier sum first, then add the new value: section 1, step 6 (hole 3)",
+    ),
+    "new sum": (
+        "the new value is scaled down too",
+        "p already belongs to the new maximum: section 1, step 6 (hole 3)",
+    ),
+    "weight": (
+        "values are added without their weight p",
+        "each value is multiplied by its number of step 4: section 1, step 6 (hole 3)",
+    ),
     "forgets": (
         "the sum of values forgets the keys before",
-        "sum[i] * shrink comes first (hole 3)",
+        "the corrected earlier sum comes first: section 1, step 6 (hole 3)",
     ),
 }
 

@@ -1,8 +1,8 @@
 """Lesson 22: attention kernels: the memory hierarchy, online softmax, tiles, and the roofline.
 
 python lessons/22_attention_kernels/lesson.py
-mpirun -n 4 python lessons/22_attention_kernels/lesson.py                # section 6 on real ranks
-python lessons/22_attention_kernels/lesson.py --break no-rescale         # see README.md, section 8
+mpirun -n 4 python lessons/22_attention_kernels/lesson.py                # section 5 on real ranks
+python lessons/22_attention_kernels/lesson.py --break no-rescale         # see README.md, section 7
 """
 
 from pathlib import Path
@@ -24,8 +24,8 @@ TOKENS = 64
 LONG = 128
 HEADS = 4
 NO_COMPILER = (
-    "No C++ compiler here, so sections 2 to 6 are left out: they build kernels for the CPU by "
-    "g++ (apt install g++; minidist doctor looks for it)."
+    "No C++ compiler here, so sections 2 to 5 and 11.1 are left out: they build kernels for the "
+    "CPU by g++ (apt install g++; minidist doctor looks for it)."
 )
 
 
@@ -49,29 +49,23 @@ def plain_tiled(q: np.ndarray, k: np.ndarray, v: np.ndarray, tile: int) -> np.nd
 
 
 def tour(group: Group, page: Page) -> None:
-    """Run the lesson: sections 1 to 5 only on rank 0, section 6 on all ranks."""
+    """Run the lesson: section 5 on all ranks, the other sections only on rank 0."""
     compiler = on_cpu.compiler() is not None
     if group.rank == 0:
-        page.heading("1  Online softmax: one pass, and nothing kept but a maximum and two sums")
         online(page)
-        if not compiler:
-            page.say(NO_COMPILER)
-        else:
-            page.heading("2  The memory hierarchy: what a warp asks for, and what is fetched")
+        if compiler:
             warps(page)
-            page.heading("3  Attention, naive and tiled: what is moved")
             rungs = [lab.attention_count(version, TOKENS) for version in lab.RUNGS]
             attention_rungs(page, rungs)
             tiles_not_read(page)
-            page.heading("4  Reading a roofline")
             roofline(page, rungs)
-            page.heading("5  The ladder of the matrix product")
-            ladder(page)
+        else:
+            page.say(NO_COMPILER)
     if all(group.all_gather(np.array([compiler]))):
-        page.heading("6  Heads over ranks")
         heads_over_ranks(group, page)
     if group.rank == 0:
-        page.heading("7  A pattern in a model: the notes' 6 times and 10 times (N3:52)")
+        if compiler:
+            ladder(page)
         patterns(page)
 
 
@@ -81,6 +75,7 @@ def tour(group: Group, page: Page) -> None:
 def online(page: Page) -> None:
     """Show what one query carries from tile to tile; compare the result with the softmax of the
     whole row."""
+    page.heading("1  Online softmax: one pass, and nothing kept but a maximum and two sums")
     q, k, v = (x[0, 0].astype(np.float64) for x in lab.drawn(LONG))
     scores = q[1:2] @ k.T / 8.0
     top = -np.inf
@@ -129,6 +124,7 @@ def online(page: Page) -> None:
 
 def warps(page: Page) -> None:
     """Show the sectors of one load of a warp, by stride."""
+    page.heading("2  The memory hierarchy: what a warp asks for, and what is fetched")
     rows = []
     for stride in (1, 2, 4, 8, 16):
         loads = lab.one_warp(stride)
@@ -157,7 +153,7 @@ def warps(page: Page) -> None:
         "One load instruction of a warp of 32 lanes",
         ["each lane", "bytes", "sectors", "formula", "", "used"],
         rows,
-        note="a sector is 32 bytes; formula: min(32, 4 × stride)",
+        note="a sector is 32 bytes; the formula is hole 5 of the exercise",
     )
 
 
@@ -166,6 +162,7 @@ def warps(page: Page) -> None:
 
 def attention_rungs(page: Page, counts: list[Any]) -> None:
     """Compare the bytes of each version with its formula."""
+    page.heading("3  Naive and tiled: what is moved")
     rows = [
         [
             count.name,
@@ -220,6 +217,7 @@ def tiles_not_read(page: Page) -> None:
 
 def roofline(page: Page, counts: list[Any]) -> None:
     """Show each version's intensity from counted bytes, and what a stated machine allows it."""
+    page.heading("4  Reading a roofline")
     machine = lab.H100
     rows = []
     for version, count in enumerate(counts, 1):
@@ -246,11 +244,46 @@ def roofline(page: Page, counts: list[Any]) -> None:
     )
 
 
-# ----------------------------------------------------------------------------------------- 5 ladder
+# ------------------------------------------------------------------------------------------ 5 ranks
+
+
+def heads_over_ranks(group: Group, page: Page) -> None:
+    """Attend on each rank with its own heads: the same numbers, the same bytes in all, no
+    message."""
+    page.heading("5  Heads over ranks")
+    q, k, v = lab.drawn(32, HEADS)
+    mine = slice(group.rank * HEADS // group.size, (group.rank + 1) * HEADS // group.size)
+    parts = np.zeros_like(q)
+    with on_cpu.watch(count=True) as seen:
+        if q[:, mine].size:  # more ranks than heads: some have none
+            parts[:, mine], _ = attention(q[:, mine], k[:, mine], v[:, mine], version=2)
+    read = group.all_reduce(np.array([seen[0].loads.bytes if seen else 0]))[0]
+    together = group.all_reduce(parts)
+    right = attention_reference(*(x.astype(np.float64) for x in (q, k, v)))[0]
+    formula = HEADS * lab.attention_bytes(2, 32)[0]
+    page.table(
+        f"{HEADS} heads of 32 tokens on {group.size} ranks, version 2",
+        ["", "read by all", "one device", "", "off by at most"],
+        [
+            [
+                f"heads a rank: {-(-HEADS // group.size)} at most",
+                read,
+                formula,
+                verdict(read, formula),
+                f"{abs(together - right).max():.0e}",
+            ]
+        ],
+        note="heads are independent: that is why tensor parallelism (lesson 12) cuts attention "
+        "there",
+    )
+
+
+# -------------------------------------------------------------------------------------- 11.1 ladder
 
 
 def ladder(page: Page) -> None:
     """Show the matrix product: loads per multiply, from global and from shared memory."""
+    page.heading("11.1  The matrix product")
     machine = lab.H100
     rows = []
     for version in lab.LADDER:
@@ -279,45 +312,13 @@ def ladder(page: Page) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ 6 ranks
-
-
-def heads_over_ranks(group: Group, page: Page) -> None:
-    """Attend on each rank with its own heads: the same numbers, the same bytes in all, no
-    message."""
-    q, k, v = lab.drawn(32, HEADS)
-    mine = slice(group.rank * HEADS // group.size, (group.rank + 1) * HEADS // group.size)
-    parts = np.zeros_like(q)
-    with on_cpu.watch(count=True) as seen:
-        if q[:, mine].size:  # more ranks than heads: some have none
-            parts[:, mine], _ = attention(q[:, mine], k[:, mine], v[:, mine], version=2)
-    read = group.all_reduce(np.array([seen[0].loads.bytes if seen else 0]))[0]
-    together = group.all_reduce(parts)
-    right = attention_reference(*(x.astype(np.float64) for x in (q, k, v)))[0]
-    formula = HEADS * lab.attention_bytes(2, 32)[0]
-    page.table(
-        f"{HEADS} heads of 32 tokens on {group.size} ranks, version 2",
-        ["", "read by all", "one device", "", "off by at most"],
-        [
-            [
-                f"heads a rank: {-(-HEADS // group.size)} at most",
-                read,
-                formula,
-                verdict(read, formula),
-                f"{abs(together - right).max():.0e}",
-            ]
-        ],
-        note="heads are independent: that is why tensor parallelism (lesson 12) cuts attention "
-        "there",
-    )
-
-
-# --------------------------------------------------------------------------------------- 7 patterns
+# ------------------------------------------------------------------------------------ 11.2 patterns
 
 
 def patterns(page: Page) -> None:
     """Show tiles by the pattern's definition; then bytes and processor time of one head, forward
     and backward, as measured."""
+    page.heading("11.2  Sparse attention: the notes' 6 times and 10 times (N3:52)")
     rows = [
         [
             f"{tokens:,}",
@@ -367,6 +368,9 @@ def patterns(page: Page) -> None:
 
 def no_barrier() -> None:
     """Remove the barrier between filling a tile and reading it."""
+    with lab.tiled(None) as source:
+        lab.run_tiled(source, *lab.drawn(TOKENS))
+    print("With both barriers the launch ends without an error. Without the first barrier:")
     with lab.tiled("no-barrier") as source:
         lab.run_tiled(source, *lab.drawn(TOKENS))
 
@@ -383,9 +387,9 @@ def no_rescale() -> None:
     raised = scores[:, 32:].max(axis=1) > scores[:, :32].max(axis=1)
     wrong = abs(y - right).max(axis=1) > 1e-4
     print(
-        f"32 tokens, one tile: off by {abs(one_tile - short).max():.0e}. {TOKENS} tokens, two "
-        f"tiles: off by {abs(y - right).max():.2f}; wrong are {wrong.sum()} queries, the "
-        f"{raised.sum()} of which the second tile raised the "
+        f"32 tokens, one tile: off by {abs(one_tile - short).max():.0e}; right is at most 1e-06\n"
+        f"{TOKENS} tokens, two tiles: off by {abs(y - right).max():.2f}; right is at most 1e-06\n"
+        f"wrong are {wrong.sum()} queries, the {raised.sum()} of which the second tile raised the "
         f"maximum{'' if (wrong == raised).all() else ' are others'}"
     )
 
@@ -402,12 +406,12 @@ def mask_off_by_one() -> None:
                 abs(lab.run_tiled(source, q, k, other, causal=True) - before)[0, 0].max(axis=1)
             )
         print(
-            f"{mistake or 'as it is':16} token 20 changed: what tokens {moved[0]} to {moved[-1]} "
-            "attend to changed"
+            f"{mistake or 'right mask':16} token 20 changed: the results of tokens {moved[0]} to "
+            f"{moved[-1]} changed"
         )
     print(
-        "token 19 is to predict token 20, and sees it: the loss falls to nothing, and the model "
-        "can say nothing"
+        "expected: tokens 20 to 31. Token 19 has to predict token 20, and now sees it: a model "
+        "trained like this learns only to copy"
     )
 
 
@@ -418,7 +422,7 @@ BREAKS = {
         error=KernelError,
     ),
     "no-rescale": Break(no_rescale, says="wrong are 40 queries, the 40 of which"),
-    "mask-off-by-one": Break(mask_off_by_one, says="what tokens 19 to 31 attend to changed"),
+    "mask-off-by-one": Break(mask_off_by_one, says="the results of tokens 19 to 31 changed"),
 }
 
 

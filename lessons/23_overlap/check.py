@@ -1,16 +1,17 @@
-"""Grades exercise 23: paths of steps on a made-up clock, their bounds and causes, and a link with
+"""Grades exercise 23: paths of steps on a virtual clock, their bounds and causes, and a link with
 priorities."""
 
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from minidist.grading import Result, expect, load_module
+from minidist.grading import Mistake, Result, expect, judge, load_module, variant
 from minidist.observe.events import Busy
 from minidist.observe.step_bound import lower_bound, plain_critical_path
 from minidist.observe.step_record import StepRecord
@@ -96,6 +97,12 @@ def paths() -> Iterator[tuple[str, StepRecord, str, str]]:
         "it had ended before the wait began: section 1 (hole 2)",
     )
     yield (
+        "a step whose last call ends on the other rank only later",
+        ends_elsewhere(),
+        "a path that misses the last call",
+        "this rank has stood still until its own wait stopped: section 1, step 2 (hole 2)",
+    )
+    yield (
         "ZeRO-3 without prefetch",
         lab.run(replace(STEP, strategy="zero3", ahead=0, slow=1.1)),
         "a path with gaps",
@@ -132,12 +139,89 @@ def early() -> StepRecord:
     )
 
 
-def rounded(path: Any, *, ranks: bool) -> list[tuple[Any, ...]]:
+def ends_elsewhere() -> StepRecord:
+    """DDP whose last call still runs on the other rank when this rank's step has ended."""
+    record: StepRecord = lab.run(STEP)
+    record.calls[-1].end += 2 * STEP.update
+    return record
+
+
+Part = tuple[Any, ...]
+
+MISREAD = {
+    "the path begins on the rank whose step was the longest": (
+        "lambda one: record.windows[one][1]",
+        "lambda one: record.windows[one][1] - record.windows[one][0]",
+        "it begins on the rank that ends last: section 1, step 1 (hole 1)",
+    ),
+    "the path begins on the rank that began last": (
+        "lambda one: record.windows[one][1]",
+        "lambda one: record.windows[one][0]",
+        "it begins on the rank that ends last: section 1, step 1 (hole 1)",
+    ),
+    "the path always begins on the rank with the highest number": (
+        "lambda one: record.windows[one][1]",
+        "lambda one: one",
+        "it begins on the rank that ends last: section 1, step 1 (hole 1)",
+    ),
+    "a call that ends just now is left out": (
+        "wait.start < min(wait.call.end, wait.stop) <= now",
+        "wait.start < min(wait.call.end, wait.stop) < now",
+        "a call that ends as the step does belongs to it: section 1, step 2 (hole 2)",
+    ),
+    "a call that was hidden is taken, too": (
+        "wait.start < min(wait.call.end, wait.stop) <= now",
+        "wait.stop <= now",
+        "it had ended before the wait began: section 1, step 2 (hole 2)",
+    ),
+    "a call is left out that ends on the other rank only later": (
+        "wait.start < min(wait.call.end, wait.stop) <= now",
+        "wait.start < wait.call.end <= now",
+        "this rank has stood still only until its wait stopped: section 1, step 2 (hole 2)",
+    ),
+    "the first wait is taken, not the last": (
+        "held[-1]",
+        "held[0]",
+        "the path walks back from the end: section 1, step 4 (hole 3)",
+    ),
+    "the path stays on its rank": (
+        "rank, now = call.last_rank, call.begin",
+        "rank, now = rank, call.begin",
+        "a call begins when its last rank has asked for it: section 1, step 6 (hole 4)",
+    ),
+    "the path goes on to the other rank, whoever asked last": (
+        "rank, now = call.last_rank, call.begin",
+        "rank, now = 1 - rank, call.begin",
+        "a call begins when its last rank has asked for it: section 1, step 6 (hole 4)",
+    ),
+    "the path always goes on to rank 0": (
+        "rank, now = call.last_rank, call.begin",
+        "rank, now = 0, call.begin",
+        "a call begins when its last rank has asked for it: section 1, step 6 (hole 4)",
+    ),
+}
+"""What is done wrongly: {mistake: (code of the plain version, other code, advice)}."""
+
+
+def rounded(path: Any, *, ranks: bool) -> list[Part]:
     """The parts of a path in milliseconds; where ranks do alike, either may be named."""
     return [
         (part[0], part[1] if ranks else "", round(1e3 * part[2], 6), round(1e3 * part[3], 6))
         for part in path
     ]
+
+
+def _parts(found: list[Part], other: list[Part]) -> str:
+    """A path's first part that the other path does not have, and the number of its parts."""
+    at = next(
+        (at for at, part in enumerate(found) if at >= len(other) or part != other[at]),
+        len(found) - 1,
+    )
+    if at < 0:
+        return "no parts"
+    name, rank, start, stop = found[at]
+    who = f"rank {rank}" if name == "work" and rank not in ("", None) else str(name)
+    return f"{len(found)} parts, of which part {at + 1} is {who} from {start:g} to {stop:g} ms"
 
 
 class Counted(StepRecord):
@@ -155,17 +239,37 @@ class Counted(StepRecord):
         return super().begin
 
 
+def counted(record: StepRecord) -> Counted:
+    """The record that gives up."""
+    return Counted(record.windows, record.calls, record.waits, record.work)
+
+
 def _paths(exercise: ModuleType) -> Iterator[Result]:
     for name, record, mistake, advice in paths():
-        counted = Counted(record.windows, record.calls, record.waits, record.work)
         ranks = len(set(record.windows)) > 1
-        yield expect(
+        right = rounded(plain_critical_path(record), ranks=ranks)
+        found = rounded(exercise.plain_critical_path(counted(record)), ranks=ranks)
+        yield judge(
             name,
-            rounded(plain_critical_path(record), ranks=ranks),
-            rounded(exercise.plain_critical_path(counted), ranks=ranks),
+            found == right,
+            _parts(right, found),
+            _parts(found, right),
             mistake,
             advice,
+            signs={
+                wrong: Mistake(partial(_reads_so, record, ranks, old, new, found), why)
+                for wrong, (old, new, why) in MISREAD.items()
+            },
         )
+
+
+def _reads_so(record: StepRecord, ranks: bool, old: str, new: str, found: list[Part]) -> bool:
+    """Return whether the plain version with `new` in place of `old` finds this path."""
+    try:
+        wrong = variant(plain_critical_path, old, new)(counted(record))
+    except RuntimeError:
+        return False
+    return rounded(wrong, ranks=ranks) == found
 
 
 def _bounds(exercise: ModuleType) -> Iterator[Result]:
@@ -229,13 +333,64 @@ def _causes(exercise: ModuleType) -> Iterator[Result]:
             if row.rank == 0 and row.waited == call.name:
                 right[row.cause] = right.get(row.cause, 0.0) + row.seconds
         found = exercise.causes(wait.stop - wait.start, call.ranks[0].asked, call.came, call.begin)
+        waited = wait.stop - wait.start
+        own = call.ranks[0].asked
+        given = {"asked": own, "came": call.came, "begin": call.begin}
         yield expect(
             f"causes of a wait: {name}",
             in_ms(right),
             in_ms(found),
             f"not the share of a {cause}",
             "own request, last request, begin of the transfer: section 2 (holes 7 and 8)",
+            known={
+                wrong: Mistake(in_ms(_shared(waited, given, *amounts)), why)
+                for wrong, (amounts, why) in MISCOUNTED.items()
+            },
+            show=_shares,
         )
+
+
+MISCOUNTED = {
+    "the queue is counted from this rank's request": (
+        (("came", "asked"), ("begin", "asked")),
+        "until the last rank has asked, the wait is the slower rank's: count from there (hole 8)",
+    ),
+    "the queue is counted backwards": (
+        (("came", "asked"), ("came", "begin")),
+        "the transfer begins after the last request, not before it (hole 8)",
+    ),
+    "nothing is booked on the link": (
+        (("came", "asked"), ("came", "came")),
+        "between the last request and the begin of the transfer the call stood in the queue (hole 8)",
+    ),
+    "the slower rank is counted backwards": (
+        (("asked", "came"), ("begin", "came")),
+        "the last request comes after this rank's, not before it (hole 7)",
+    ),
+    "nothing is booked on the slower rank": (
+        (("came", "came"), ("begin", "came")),
+        "between this rank's request and the last one the others waited (hole 7)",
+    ),
+    "the slower rank is counted until the transfer begins": (
+        (("begin", "asked"), ("begin", "came")),
+        "the slower rank holds the call up only until its own request (hole 7)",
+    ),
+}
+"""{mistake: (the two moments of each amount, why)}."""
+
+
+def _shared(
+    waited: float, given: dict[str, float], slow: tuple[str, str], queue: tuple[str, str]
+) -> dict[str, float]:
+    """How a wait divides with these amounts."""
+    slower = min(waited, given[slow[0]] - given[slow[1]])
+    busy = min(waited - slower, given[queue[0]] - given[queue[1]])
+    return {"slower rank": slower, "link busy": busy, "late bucket": waited - slower - busy}
+
+
+def _shares(found: dict[str, float]) -> str:
+    """Causes and milliseconds, as a student reads them."""
+    return ", ".join(f"{cause} {amount:.1f} ms" for cause, amount in found.items())
 
 
 def in_ms(found: dict[str, float]) -> dict[str, float]:

@@ -101,7 +101,7 @@ def paths(page: Page) -> None:
         )
         told.append([name, f"{1e3 * record.seconds:.1f}", in_words(path)])
     page.table(
-        "A step of two ranks on a made-up clock (ms)",
+        "A step of two ranks on a virtual clock (ms)",
         ["", "by hand", "step", "", "lower bound", "step / bound"],
         rows,
     )

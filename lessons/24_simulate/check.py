@@ -4,10 +4,12 @@ step."""
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import isclose
 from types import ModuleType
 
 from minidist.errors import DeadlockError
-from minidist.grading import Result, expect
+from minidist.grading import Mistake, Result, expect
 from minidist.nn import GPTConfig
 from minidist.observe.events import Await, Busy, Event, GroupCall, Start
 from minidist.observe.replay import plain_replay
@@ -24,6 +26,8 @@ OTHER = RING._replace(axis="tp")
 SEND, RECV = (
     GroupCall("pp", verb, "", MIB, peer=1 - rank) for rank, verb in enumerate(("send", "recv"))
 )
+BACK_SEND = SEND._replace(peer=0)  # from rank 1
+BACK_RECV = RECV._replace(peer=1)  # on rank 0
 CALL = 2.0  # seconds of each call
 SMALL = GPTConfig(vocabulary=512, context=256, layers=2, width=256, heads=2, positions="rotary")
 
@@ -38,6 +42,8 @@ ANSWERS = {
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """One event after the other, all together, then the formulas."""
+    yield _at_once(exercise)
+    yield _begins_together(exercise)
     yield _busy(exercise)
     yield _waits(exercise)
     yield from _begins(exercise)
@@ -63,6 +69,36 @@ def _ends(replay: Callable[..., list[float]], traces: Sequence[Sequence[Event]])
     )
 
 
+def _at_once(exercise: ModuleType) -> Result:
+    """A message, before anything else."""
+    return expect(
+        "a message of 2 s, asked for at once",
+        [0.0, 2.0],
+        replayed(exercise, [[Start(1, SEND)], [Start(1, RECV), Await(1)]]),
+        "a message that waits for the wrong rank",
+        "a message begins when its sender has come, and the sender is the first of the pair: section "
+        "1, step 2 (hole 1)",
+        known={
+            "the receiver does not wait": Mistake(
+                [0.0, 0.0], "it continues at the end of the call: section 1, step 4 (hole 4)"
+            )
+        },
+    )
+
+
+def _begins_together(exercise: ModuleType) -> Result:
+    """A collective that both ranks start at once."""
+    trace: list[Event] = [Start(1, RING), Await(1)]
+    return expect(
+        "a call of 2 s that both ranks start at once",
+        [2.0, 2.0],
+        replayed(exercise, [trace, trace]),
+        "a call that begins at another moment",
+        "it begins when all have come: section 1, step 3 (hole 2); the ranks then continue at its "
+        "end: step 4 (hole 4)",
+    )
+
+
 def _busy(exercise: ModuleType) -> Result:
     """No calls: work alone."""
     trace: list[Event] = [Busy(3, "forward"), Busy(1, "update")]
@@ -85,9 +121,14 @@ def _waits(exercise: ModuleType) -> Result:
         "a call of 2 s beside 5 s of work, and a call alone",
         [5.0, 2.0],
         replayed(exercise, beside),
-        "waits that add up, or turn the clock back",
-        "a rank that comes late does not wait; one that comes early goes on at the end: section "
-        "1 (hole 4)",
+        "a rank that continues at another moment",
+        "a rank that comes late does not wait; one that comes early continues at the call's end: "
+        "section 1, step 4 (hole 4)",
+        known={
+            "the clock of a late rank is turned back": [2.0, 2.0],
+            "the wait is added to the rank's clock": [7.0, 2.0],
+            "the rank does not wait": [5.0, 0.0],
+        },
     )
 
 
@@ -121,14 +162,21 @@ def _begins(exercise: ModuleType) -> Iterator[Result]:
 
 def _messages(exercise: ModuleType) -> Iterator[Result]:
     """A message begins with its sender."""
+    receives_first: list[list[Event]] = [
+        [Start(1, BACK_RECV), Await(1)],
+        [Busy(3, "forward"), Start(1, BACK_SEND)],
+    ]
     for name, sender, receiver, right in (
         ("receiver", 0, 2, [0.0, 4.0]),
         ("sender", 3, 0, [3.0, 5.0]),
+        ("sender is rank 1 and", 3, 0, [8.0, 6.0]),
     ):
         traces: list[list[Event]] = [
             [Busy(sender, "forward"), Start(1, SEND)],
             [Busy(receiver, "forward"), Start(1, RECV), Await(1)],
         ]
+        if "rank 1" in name:
+            traces = receives_first
         yield expect(
             f"a message whose {name} comes late",
             right,
@@ -200,35 +248,53 @@ def _ring(exercise: ModuleType) -> Iterator[Result]:
         bandwidth = cluster.links[slowest].bandwidth
         right = sent[slowest] / bandwidth
         found = float(exercise.ring_seconds(16, 64 * MIB, bandwidth, sharing))
-        yield Result(
+        n = 64 * MIB
+        yield expect(
             f"64 MiB around 16 ranks, {name}",
-            abs(found - right) <= 1e-6 * right,
-            f"{1e3 * right:.2f} ms",
-            f"{1e3 * found:.2f} ms",
+            right,
+            found,
             "not what the link carries",
-            "a chunk is n/P, and what shares a link adds up: section 5 (hole 6)",
+            "a chunk is the P-th part, and what shares a link adds up: section 5 (hole 6)",
+            known={
+                "as if no other message shared the link": 2 * 15 / 16 * n / bandwidth,
+                "whole arrays travel, not chunks": 2 * 15 * n * sharing / bandwidth,
+                "one way round only: a ring all-reduce goes round twice": 15
+                / 16
+                * n
+                * sharing
+                / bandwidth,
+                "as if there were P steps in each round": 2 * n * sharing / bandwidth,
+            },
+            same=partial(isclose, rel_tol=1e-6),
+            show=_in_ms,
         )
+
+
+def _in_ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
 
 
 def _mfu(exercise: ModuleType) -> Result:
     """Of a simulated step."""
     found = simulate(Plan(dp=2, precision="bf16"), SMALL, "h100:1x2", batch=4)
-    share = float(
-        exercise.mfu(
-            found.tokens,
-            found.step_seconds,
-            flops_a_token(SMALL),
-            2,
-            found.cluster.device.peak("bfloat16"),
-        )
-    )
-    return Result(
+    tokens = found.tokens
+    seconds = found.step_seconds
+    flops = flops_a_token(SMALL)
+    peak = found.cluster.device.peak("bfloat16")
+    return expect(
         "the share of the peak that a step uses",
-        abs(share - found.mfu) <= 1e-9 * found.mfu,
-        f"{found.mfu:.3%}",
-        f"{share:.3%}",
+        found.mfu,
+        float(exercise.mfu(tokens, seconds, flops, 2, peak)),
         "not the share of all devices' peak",
-        "the model's FLOPs / (seconds · devices · peak): section 2 (hole 7)",
+        "the model's FLOPs of the step, over what all devices could do in its time: section 2 (hole 7)",
+        known={
+            "compared with the peak of one device": 2 * found.mfu,
+            "FLOPs a second, not yet a share of the peak": tokens * flops / seconds,
+            "upside down": 1 / found.mfu,
+            "in percent: a fraction is asked for": 100 * found.mfu,
+        },
+        same=partial(isclose, rel_tol=1e-9),
+        show="{:.4g}".format,
     )
 
 

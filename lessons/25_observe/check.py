@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.grading import Result, judge, load_module
+from minidist.grading import Mistake, Result, judge, load_module
 from minidist.observe.diagnose.plain import (
     plain_behind,
     plain_first_bad,
@@ -42,8 +42,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         "slow rank",
         "a slow rank",
         lambda job: exercise.plain_waited_for(job.arrivals),
-        "the last rank's arrival less the last but one's, and the last rank: section 2 (holes 2 "
-        "and 3)",
+        "section 2, steps 2 and 3 (holes 2 and 3)",
     )
     yield _jobs(
         "slow link",
@@ -74,13 +73,21 @@ def _thirty(exercise: ModuleType) -> Result:
     calls = {rank: 641 if rank in (4, 9) else 640 for rank in range(32)}
     found = sorted(map(int, exercise.plain_behind(calls)))
     right = [rank for rank in range(32) if rank not in (4, 9)]
-    return Result(
+    return judge(
         "30 ranks in call 640, two in 641",
         found == right,
         "the 30",
-        f"{len(found)} ranks" if found != [4, 9] else "the two",
-        "the waiting ranks are blamed",
-        "the two have done their part and wait: section 1 (hole 1)",
+        "the two" if found == [4, 9] else f"{len(found)} ranks",
+        "not the ranks that are behind",
+        "name whoever has not made the newest call: section 1 (hole 1)",
+        signs={
+            "the waiting ranks are blamed": Mistake(
+                found == [4, 9], "the two have done their part and wait: section 1 (hole 1)"
+            ),
+            "only one of them is named": Mistake(
+                len(found) == 1, "all that are behind hold up the job: section 1 (hole 1)"
+            ),
+        },
     )
 
 
@@ -97,32 +104,70 @@ def _several_calls(exercise: ModuleType) -> Result:
     )
 
 
+WHY = {
+    ("slow rank", "healthy"): "a step that nobody delays has a last rank too: only steps above the "
+    "limit count (hole 3)",
+    ("slow rank", "two slow ranks"): "of two late ranks neither is the only one that delays the "
+    "others: the delay is counted from the last but one (hole 2)",
+    (
+        "slow rank",
+        "slow rank",
+    ): "the rank that arrives last is the slow one, in the steps whose delay "
+    "is above the limit (holes 2 and 3)",
+    (
+        "slow link",
+        "busy receiver",
+    ): "most messages of this link are late for another reason, and the "
+    "fastest are as fast as any (hole 4)",
+    (
+        "slow link",
+        "slow link",
+    ): "late messages are on all links; only on the slow link the fastest are slow too (hole 4)",
+    ("leak", "healthy"): "an array that is made once is no leak (hole 5)",
+    ("leak", "leak"): "the leak is in every step (hole 5)",
+}
+"""{(the rule's fault, the fault of a job that it judged wrongly): why}."""
+
+
 def _jobs(kind: str, task: str, rule: Callable[[Any], Any], advice: str) -> Result:
     """The rule on jobs that have the fault, on healthy ones, and on those that have another."""
-    wrong = 0
-    alarms = 0
+    missed: list[str] = []
+    alarms: list[str] = []
+    kinds: set[str] = set()
     count = 0
-    healthy = 0
+    others = 0
     for size in SIZES:
         for seed in SEEDS:
             for other in lab.KINDS:
                 job = lab.sick_job(other, size=size, seed=seed)
                 found = rule(job)
-                if other == kind:
-                    count += 1
-                    wrong += found != job.culprit
-                else:
-                    healthy += 1
-                    alarms += found is not None
-    return judge(
-        f"{count} jobs with {task}, {healthy} without",
-        not wrong and not alarms,
-        f"{count} culprits, no false alarm",
-        f"{count - wrong} culprits, {alarms} false alarms",
-        "the culprit is missed",
-        advice,
-        signs={"a false alarm": alarms},
+                sick = other == kind
+                count += sick
+                others += not sick
+                if found != (job.culprit if sick else None):
+                    right = job.culprit if sick else "nobody"
+                    text = f"{size} ranks, {other}: {_named(found)} is named, not {_named(right)}"
+                    (missed if sick else alarms).append(text)
+                    kinds.add(other)
+    example = next(iter([*alarms, *missed]), "")
+    why = next(
+        (why for (rule_of, other), why in WHY.items() if rule_of == kind and other in kinds), ""
     )
+    return judge(
+        f"{count} jobs with {task}, {others} without",
+        not missed and not alarms,
+        f"{count} culprits, no false alarm",
+        f"{count - len(missed)} culprits, {len(alarms)} false alarms"
+        + (f", for example {example}" if example else ""),
+        "the culprit is missed",
+        f"{why}; {advice}" if why else advice,
+        signs={"a false alarm": bool(alarms)},
+    )
+
+
+def _named(found: Any) -> str:
+    """Who is named, as a student reads it."""
+    return "nobody" if found is None else str(found)
 
 
 def _link(found: Any) -> Any:
@@ -191,13 +236,34 @@ def _energy(exercise: ModuleType, frequency: float) -> Result:
     given = {"work": 2.0, "rest": 0.5, "static": 30.0, "dynamic": 100.0}
     target = step_joules(frequency, **given)
     found = float(exercise.joules(frequency, **given))
-    return Result(
+    work, rest, static, dynamic = given.values()
+    slow = work / frequency
+
+    def gives(joules: float) -> bool:
+        return abs(found - joules) < 1e-9 * joules
+
+    return judge(
         f"joules of a step at {frequency:g} of the frequency",
-        abs(found - target) < 1e-9 * target,
+        gives(target),
         f"{target:.1f} J",
         f"{found:.1f} J",
         "not the energy of a step",
-        "static watts last for work / f + rest, dynamic f³ for work / f: section 6 (hole 7)",
+        "watts times seconds, of the static and of the dynamic watts: section 6 (hole 7)",
+        signs={
+            "the dynamic watts are paid while it rests, too": gives(
+                (static + dynamic * frequency**3) * (slow + rest)
+            ),
+            "the computation takes longer at a lower frequency": gives(
+                static * (slow + rest) + dynamic * frequency**3 * work
+            )
+            or gives(static * (work + rest) + dynamic * frequency**2 * work),
+            "the static watts are paid while it computes, too": gives(
+                static * rest + dynamic * frequency**2 * work
+            ),
+            "the static watts are paid while it rests, too": gives(
+                static * slow + dynamic * frequency**2 * work
+            ),
+        },
     )
 
 

@@ -37,15 +37,19 @@ REST = 0.2
 def tour(group: Group, page: Page) -> None:
     """Run the lesson on one rank, because its jobs have ranks of their own."""
     if group.rank == 0:
-        page.heading("1 to 5  Five sick jobs")
+        page.heading("1  A hang")
         hang(page)
+        page.heading("2  A slow rank")
         slow_rank(page)
+        page.heading("3  A slow link")
         slow_link(page)
+        page.heading("4  A leak")
         leak(page)
+        page.heading("5  A NaN")
         first_bad(page)
-        page.heading("6  A power cap")
+        page.heading("6  Energy, and a power cap")
         caps(page)
-        page.heading("7  A job that really runs")
+        page.heading("7  Three processes that really run")
         real(page)
     group.barrier()
 
@@ -240,6 +244,7 @@ def who_waits() -> None:
     """Blame the rank that waits longest."""
     job = lab.sick_job("slow rank", size=4, seed=1)
     blamed = int(job.waits.mean(axis=0).argmax())
+    print(f"Expected: rank {job.culprit}, which computes 1.5 times as long as the others")
     print(
         f"rank {blamed} waits longest, {1e3 * job.waits[:, blamed].mean():.1f} ms a step, and is "
         f"blamed; slow is rank {job.culprit}, which waits "
@@ -261,6 +266,7 @@ def mean_of_messages() -> None:
         alarms += mean[slowest] > 2 * float(
             np.median([value for link, value in mean.items() if link != slowest])
         )
+    print("Expected: no alarm, because no link is slow")
     print(
         f"of 50 healthy jobs {alarms} have a slow link by the mean of its messages, and 0 by "
         "their quartile"
@@ -271,6 +277,7 @@ def last_less_first() -> None:
     """Compare memory at the end with memory at the beginning: one large array looks like a leak."""
     job = lab.sick_job("healthy", size=4, seed=0)
     steps = len(job.memory) - 1
+    print("Expected: about 0 MiB a step for every rank, because none leaks")
     for rank in range(4):
         memory = job.memory[:, rank]
         print(

@@ -1,8 +1,11 @@
 """Grades exercise 26: ranks as threads write and read your checkpoints; numpy.array_split is the
 answer key."""
 
+import hashlib
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +15,7 @@ from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.errors import CheckpointError
 from minidist.files import scratch
-from minidist.grading import Result, judge
+from minidist.grading import Mistake, Result, judge
 from minidist.launch import run
 from minidist.parallel.state.checkpoint import plain_load, plain_save
 from minidist.survive.interval import best_interval, goodput
@@ -20,6 +23,8 @@ from minidist.survive.interval import best_interval, goodput
 SIZE = 13
 WRITERS = 3
 READERS = (3, 2, 5)
+MORE = 2  # numbers behind a shard's own
+OTHER = -1.0
 LIMIT = 60.0
 OLD = "{}"
 NUMBERS = np.sqrt(np.arange(1.0, SIZE + 1))  # no two alike
@@ -38,13 +43,20 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         draft.write_text("")  # that the student's lines are written into this file
         manifest.write_text(OLD)  # as an earlier save has left it
         inode = draft.stat().st_ino
-        run(_save, exercise, str(folder), size=WRITERS, limit=LIMIT)
+        try:
+            run(_save, exercise, str(folder), size=WRITERS, limit=LIMIT)
+        except FileNotFoundError:  # the exercise reads the file that hole 1 has to write
+            yield _shards(folder)
+            raise
         yield _shards(folder)
         yield _manifest(folder)
         yield _at_once(manifest.stat().st_ino == inode)
         for size in READERS:
-            yield _read(exercise, folder, size)
+            yield _read(exercise, folder, size, 0)
         yield _damaged(exercise, folder)
+    with scratch() as folder:
+        _write_more(folder)
+        yield _read(exercise, folder, READERS[1], MORE)
     for save, between in ((20.0, 7200.0), (3.0, 600.0)):
         yield _interval(exercise, save, between)
 
@@ -60,35 +72,48 @@ def _save(group: Group, exercise: ModuleType, folder: str) -> None:
 
 def _shards(folder: Path) -> Result:
     """Every rank's file has its chunk."""
-    task = f"{WRITERS} ranks write {SIZE} numbers"
-    target = "5, 4 and 4 numbers, in order"
     found = [
         np.fromfile(folder / f"{rank}.bin") if (folder / f"{rank}.bin").exists() else None
         for rank in range(WRITERS)
     ]
     right = np.array_split(NUMBERS, WRITERS)
-    said = (
-        ", ".join("no file" if shard is None else f"{np.size(shard)}" for shard in found)
-        + " numbers"
+    wrong = [
+        rank
+        for rank, (shard, numbers) in enumerate(zip(found, right, strict=True))
+        if shard is None or not np.array_equal(shard, numbers)
+    ]
+    rank = wrong[0] if wrong else 0
+    shard = found[rank]
+    return judge(
+        f"{WRITERS} ranks write {SIZE} numbers",
+        not wrong,
+        f"{rank}.bin has {_text(right[rank])}" if wrong else "each its chunk",
+        f"{rank}.bin has {_text(shard)}" if wrong else "each its chunk",
+        "numbers are lost, or others are there",
+        "each rank saves its whole chunk in its own file: section 1, step 1 (hole 1)",
+        signs={
+            "a rank has written no such file": shard is None,
+            "the right numbers in another order": shard is not None
+            and np.array_equal(np.sort(shard), right[rank]),
+            "other bytes than float64: the digest is right, and a reader cannot read them": (
+                shard is not None
+                and (folder / f"{rank}.bin").stat().st_size != 8 * right[rank].size
+                and not set(shard) & set(right[rank])
+            ),
+        },
     )
-    passed = all(
-        shard is not None and np.array_equal(shard, numbers)
-        for shard, numbers in zip(found, right, strict=True)
-    )
-    return Result(
-        task,
-        passed,
-        target,
-        said,
-        "numbers are lost",
-        "each rank saves its whole chunk in its own file: section 1 (hole 1)",
-    )
+
+
+def _text(numbers: np.ndarray | None) -> str:
+    """A few numbers as a student reads them."""
+    if numbers is None:
+        return "no numbers: there is no such file"
+    shown = ", ".join(f"{number:.3g}" for number in numbers[:5])
+    return f"{len(numbers)} numbers: {shown}{', …' * (len(numbers) > 5)}"
 
 
 def _manifest(folder: Path) -> Result:
     """It lists every shard."""
-    import json
-
     manifest = folder / "manifest.json"
     if not manifest.exists() or manifest.read_text() == OLD:
         return Result(
@@ -97,27 +122,40 @@ def _manifest(folder: Path) -> Result:
             "manifest.json",
             "none of this save",
             "no manifest",
-            "os.replace gives the draft its name: section 1 (hole 3)",
+            "the draft gets the name manifest.json: section 1, step 5 (hole 3)",
         )
     digests = json.loads(manifest.read_text())["sha256"]
-    right = run(_digests, str(folder), size=1)[0]
-    return Result(
+    right = [_digest(folder, rank) for rank in range(WRITERS)]
+    other = next(
+        (rank for rank, (one, its) in enumerate(zip(digests, right, strict=False)) if one != its), 0
+    )
+    counted = len(digests) != len(right)
+    return judge(
         "the manifest",
         digests == right,
-        f"{WRITERS} digests, one a shard",
-        f"{len(digests)} digests",
+        f"{len(right)} digests, one per shard"
+        if counted
+        else f"entry {other}: that of {other}.bin",
+        f"{len(digests)} entries" if counted else f"entry {other}: {_whose(digests[other], right)}",
         "not every shard's digest",
-        "all_gather the digest as one row: section 1 (hole 2)",
+        "each rank gives its digest as one row, and gets the rows of all ranks in rank order: section "
+        "1, step 3 (hole 2)",
+        signs={
+            "each byte of a digest became an entry": len(digests) in (32, 32 * WRITERS),
+            "only one rank's digest": len(digests) == 1,
+            "one rank's digest for every shard": len(set(digests)) == 1 < len(digests),
+            "the digests are in another order": sorted(digests) == sorted(right),
+        },
     )
 
 
-def _digests(group: Group, folder: str) -> list[str]:
-    import hashlib
+def _digest(folder: Path, rank: int) -> str:
+    return hashlib.sha256((folder / f"{rank}.bin").read_bytes()).hexdigest()
 
-    return [
-        hashlib.sha256((Path(folder) / f"{rank}.bin").read_bytes()).hexdigest()
-        for rank in range(WRITERS)
-    ]
+
+def _whose(digest: str, right: list[str]) -> str:
+    """Whose digest this is."""
+    return f"that of {right.index(digest)}.bin" if digest in right else "of none of the shards"
 
 
 def _at_once(renamed: bool) -> Result:
@@ -133,7 +171,85 @@ def _at_once(renamed: bool) -> Result:
     )
 
 
-def _read(exercise: ModuleType, folder: Path, size: int) -> Result:
+def _write_more(folder: Path) -> None:
+    """Write a whole checkpoint whose shards have MORE numbers of another array behind their own."""
+    chunks = np.array_split(NUMBERS, WRITERS)
+    for rank, chunk in enumerate(chunks):
+        np.append(chunk, np.full(MORE, OTHER)).tofile(folder / f"{rank}.bin")
+    digests = [_digest(folder, rank) for rank in range(WRITERS)]
+    (folder / "manifest.json").write_text(json.dumps({"size": SIZE, "sha256": digests}))
+
+
+def _in(start: int, stop: int, first: int, last: int) -> tuple[int, int]:
+    """The overlap of [start, stop) and the shard [first, last)."""
+    return max(start, first), min(stop, last)
+
+
+Overlap = Callable[[int, int, int, int], tuple[int, int]]  # my start and stop, the shard's
+Cut = Callable[[int, int, int, int], tuple[int, int]]  # the overlap, the shard's start, my start
+
+MISREAD: dict[str, tuple[Overlap, Cut, str]] = {
+    "the overlap ends at my own stop, though the shard ends before": (
+        lambda start, stop, first, last: (max(start, first), stop),
+        lambda first, last, old, start: (first - old, last - old),
+        "an overlap ends at the earlier stop: section 3, step 1 (hole 4)",
+    ),
+    "the overlap begins at my own start, though the shard begins later": (
+        lambda start, stop, first, last: (start, min(stop, last)),
+        lambda first, last, old, start: (first - old, last - old),
+        "an overlap begins at the later start: section 3, step 1 (hole 4)",
+    ),
+    "whole shards, instead of what my chunk and the shard both have": (
+        lambda start, stop, first, last: (min(start, first), max(stop, last)),
+        lambda first, last, old, start: (first - old, last - old),
+        "an overlap begins at the later start and ends at the earlier stop: section 3, step 1 (hole 4)",
+    ),
+    "the position in the vector is taken for the position in the shard": (
+        _in,
+        lambda first, last, old, start: (first, last),
+        "the file begins with the shard's first number: section 3, step 4 (hole 5)",
+    ),
+    "counted from my chunk's start, not from the shard's": (
+        _in,
+        lambda first, last, old, start: (first - start, last - start),
+        "the file begins with the shard's first number: section 3, step 4 (hole 5)",
+    ),
+    "each time the first numbers of the shard": (
+        _in,
+        lambda first, last, old, start: (0, last - first),
+        "the overlap may begin within the shard: section 3, step 4 (hole 5)",
+    ),
+    "one number too few of each shard": (
+        _in,
+        lambda first, last, old, start: (first - old, last - old - 1),
+        "stop is the first number that is not meant: section 3 (holes 4 and 5)",
+    ),
+    "one number too many of a shard": (
+        _in,
+        lambda first, last, old, start: (first - old, last - old + 1),
+        "stop is the first number that is not meant: section 3 (holes 4 and 5)",
+    ),
+}
+"""What is read wrongly: {mistake: (overlap, cut, advice)}."""
+
+
+def _read_so(size: int, more: int, overlap: Overlap, cut: Cut) -> list[list[float]]:
+    """What `size` ranks read with this overlap and this cut."""
+    shards = [np.append(x, np.full(more, OTHER)) for x in np.array_split(NUMBERS, WRITERS)]
+    old = bounds(SIZE, WRITERS)
+    new = bounds(SIZE, size)
+    found = []
+    for start, stop in pairwise(new):
+        mine: list[float] = []
+        for shard, (first, last) in zip(shards, pairwise(old), strict=True):
+            begin, end = overlap(start, stop, first, last)
+            if begin < end:
+                mine += shard[slice(*cut(begin, end, first, start))].tolist()
+        found.append(mine)
+    return found
+
+
+def _read(exercise: ModuleType, folder: Path, size: int, more: int) -> Result:
     """Ranks of another number have their chunks."""
 
     def load(group: Group) -> list[float] | str:
@@ -142,19 +258,33 @@ def _read(exercise: ModuleType, folder: Path, size: int) -> Result:
         except (CheckpointError, FileNotFoundError) as error:
             return str(error)
 
-    task = f"{size} ranks read it"
     target = [chunk.tolist() for chunk in np.array_split(NUMBERS, size)]
     found = run(load, size=size, limit=LIMIT)
-    counts = ", ".join(str(len(part)) for part in found)
+    rank = next((rank for rank in range(size) if found[rank] != target[rank]), 0)
+    behind = ", behind whose numbers the shards have others" * bool(more)
     return judge(
-        task,
+        f"{size} ranks read it{behind}",
         found == target,
-        f"{', '.join(str(len(part)) for part in target)} numbers",
-        f"{counts} numbers",
+        f"rank {rank}: {_places(target[rank])}",
+        f"rank {rank}: {_places(found[rank])}",
         "other ranks' numbers",
         "an overlap begins at the later start and ends at the earlier stop; in the shard it is "
         "counted from the shard's own start: section 3 (holes 4 and 5)",
-        signs={"numbers are lost": sum(map(len, found)) < SIZE},
+        signs={
+            name: Mistake(_read_so(size, more, overlap, cut) == found, advice)
+            for name, (overlap, cut, advice) in MISREAD.items()
+        },
+    )
+
+
+def _places(numbers: list[float] | str) -> str:
+    """Where in the vector these numbers lie."""
+    if isinstance(numbers, str):
+        return numbers
+    known = NUMBERS.tolist()
+    places = [str(known.index(x)) if x in known else "another array's" for x in numbers]
+    return (
+        f"{len(places)} numbers, from positions {', '.join(places[:8])}{', …' * (len(places) > 8)}"
     )
 
 
@@ -178,7 +308,7 @@ def _damaged(exercise: ModuleType, folder: Path) -> Result:
         "1.bin: is damaged",
         found,
         "damage is not seen",
-        "the digest of what was written: section 4 (hole 2)",
+        "the manifest needs the digest of each file as it was written: section 1, step 3 (hole 2)",
     )
 
 
@@ -187,13 +317,28 @@ def _interval(exercise: ModuleType, save: float, between: float) -> Result:
     target = best_interval(save, between)
     found = float(exercise.interval(save, between))
     share = goodput(found, save=save, between=between) if 0 < found < 1e9 else 0.0
-    return Result(
+    best = goodput(target, save=save, between=between)
+
+    def gives(value: float) -> bool:
+        return abs(found - value) < 1e-9 * abs(value)
+
+    return judge(
         f"a save of {save:g} s, an interruption every {between:g} s",
-        abs(found - target) < 1e-9 * target,
-        f"{target:.1f} s",
+        gives(target),
+        f"{target:.1f} s, which keeps {best:.1%} of the time",
         f"{found:.1f} s, which keeps {share:.1%} of the time",
         "not the best interval",
-        "save / τ = τ / (2 between), for τ: section 5 (hole 6)",
+        "set the two parts of section 5 equal, and solve for τ (hole 6)",
+        signs={
+            "an interruption loses half an interval, not a whole one": gives(
+                (save * between) ** 0.5
+            ),
+            "the factor 2 is on the wrong side": gives((save * between / 2) ** 0.5),
+            "τ stands on both sides: its square is not yet τ": gives(2 * save * between),
+            "this is the part of the time that is lost, not the interval": gives(
+                (2 * save / between) ** 0.5
+            ),
+        },
     )
 
 

@@ -4,6 +4,7 @@ saves costs; a storm.
 python lessons/26_survive/figure.py [--out DIR]      # figure.png and storm.png; takes a minute
 """
 
+import itertools
 import json
 import subprocess
 import tempfile
@@ -11,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from minidist.comm.group import Group
 from minidist.grading import load_module
 from minidist.launch.own_python import module_command
 from minidist.lessons import figures as look
 from minidist.lessons.running import draw_figure
-from minidist.observe.storm_figure import draw_storm
+from minidist.observe.storm_figure import AGAIN, LIVES, ON_STEPS
 from minidist.survive import storm_report
 from minidist.survive.interval import best_interval, goodput
 from minidist.survive.storm import LOG, events
@@ -31,7 +33,10 @@ RESTART = 60.0
 HOURS = 6
 DAYS = 300
 RANKS = 4  # of the storm
-STORM = (f"-n{RANKS}", "--minutes=0.6", "--every=4", "--no-compare")
+STORM = (f"-n{RANKS}", "--minutes=0.5", "--every=6", "--kinds=kill,torn", "--no-compare")
+SHOWN = {"kill": "rank {rank} is killed", "torn": "all ranks are killed"}
+BEFORE = 1.2
+AFTER = 1.8
 COLORS = {"work": "#2f5d9b", "save": "#e2a33b", "lost": "#c8553d", "restart": "#9aa0a6"}
 WORDS = {
     "work": "work that is kept",
@@ -77,10 +82,8 @@ def _storm() -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """Draw figure.png from the recorded spans, and storm.png from the storm's events."""
-    told = recorded["storm"]["told"]
-    faults = recorded["storm"]["faults"]
-    draw_storm(folder / "storm.png", told, storm_report.spans(told, faults), faults, ranks=RANKS)
+    """Draw figure.png from the recorded spans, and storm.png from two faults of the storm."""
+    draw_faults(recorded["storm"], folder)
     figure = look.new_figure(
         13.5,
         6.0,
@@ -109,6 +112,107 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     )
     _kept(figure.add_axes((0.65, 0.18, 0.33, 0.55)), recorded)
     look.save(figure, folder)
+
+
+def draw_faults(storm: dict[str, Any], folder: Path) -> None:
+    """Draw storm.png: a panel for the first fault of each kind."""
+    figure = look.new_figure(
+        13.5,
+        5.6,
+        "Two faults of a storm, and what each costs",
+        f"{RANKS} ranks and a spare. Above: each rank's process; another colour is another process, "
+        "grey or white is waiting. Below: the steps that are made.",
+    )
+    works = storm_report.spans(storm["told"], storm["faults"])
+    titles = {
+        "kill": "A rank is killed; its partner has its state",
+        "torn": "The newest checkpoint is torn, all ranks are killed",
+    }
+    for panel, (kind, title) in enumerate(titles.items()):
+        fault = next(fault for fault in storm["faults"] if fault["kind"] == kind)
+        left = 0.065 + 0.49 * panel
+        lanes = figure.add_axes((left, 0.48, 0.43, 0.25))
+        steps = figure.add_axes((left, 0.12, 0.43, 0.27))
+        _processes(lanes, storm["told"], works, fault)
+        _steps(steps, storm["told"], fault)
+        look.caption(lanes, title)
+        for ax in (lanes, steps):
+            ax.set_xlim(-BEFORE, AFTER)
+            ax.axvline(0, color=look.INK, linewidth=1.2, linestyle=":")
+    look.save(figure, folder, "storm.png")
+
+
+def _processes(
+    ax: Any, told: list[Any], works: list[tuple[float, float, int, int]], fault: dict[str, Any]
+) -> None:
+    """Draw one lane per rank around a fault: coloured while its process takes part in steps."""
+    look.quiet(ax)
+    zero = fault["time"]
+    forming = [event for event in told if event["event"] == "forming"]
+    by_number = {number: (begin, end) for begin, end, _, number in works}
+    seen: dict[int, str] = {}
+    for number, event in enumerate(forming, 1):
+        begin, end = by_number.get(number, (event["time"], event["time"]))
+        near = event["time"] < zero + AFTER and end > zero - BEFORE
+        for rank, pid in enumerate(event["pids"]):
+            if near:
+                seen.setdefault(pid, look.RANKS[len(seen) % len(look.RANKS)])
+                ax.broken_barh(
+                    [(event["time"] - zero, begin - event["time"])],
+                    (rank - 0.32, 0.64),
+                    color=LIVES,
+                    linewidth=0,
+                )
+                ax.broken_barh(
+                    [(begin - zero, end - begin)], (rank - 0.32, 0.64), color=seen[pid], linewidth=0
+                )
+    ax.set_ylim(RANKS - 0.4, -0.6)
+    ax.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])
+    ax.tick_params(labelbottom=False)
+
+
+def _steps(ax: Any, told: list[Any], fault: dict[str, Any]) -> None:
+    """Draw the number of steps around a fault; red where steps are lost."""
+    look.quiet(ax, grid="y")
+    known: list[tuple[float, int]] = []
+    for event in sorted(
+        (event for event in told if event["event"] in ON_STEPS), key=lambda event: event["time"]
+    ):
+        before = known[-1][1] if known and event["event"] != "formed" else 0
+        known.append((event["time"] - fault["time"], max(before, int(event["step"]))))
+    shown = []
+    for (begin, first), (end, last) in itertools.pairwise(known):
+        if end > -BEFORE and begin < AFTER:
+            ax.plot(
+                [begin, end],
+                [first, last],
+                color=AGAIN if last < first else look.RANKS[0],
+                linewidth=1.8,
+                solid_capstyle="round",
+            )
+            shown += [first, last]
+    ax.set_ylim(min(shown) - 1, max(shown) + 1)
+    ax.annotate(
+        SHOWN[fault["kind"]].format(rank=fault.get("rank")),
+        (0, 0.06),
+        xycoords=("data", "axes fraction"),
+        xytext=(6, 0),
+        textcoords="offset points",
+        fontsize=10,
+        color=look.INK,
+    )
+    if fault["again"]:
+        ax.annotate(
+            f"{fault['again']} steps are made again",
+            (1, 0.9),
+            xycoords="axes fraction",
+            fontsize=10,
+            color=AGAIN,
+            ha="right",
+        )
+    ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    ax.set_xlabel("seconds from the fault", fontsize=10.5, color=look.SOFT)
+    ax.set_ylabel("steps made", fontsize=10.5, color=look.SOFT)
 
 
 def _lane(ax: Any, interval: float, spans: list[Any], *, last: bool) -> None:

@@ -183,7 +183,7 @@ class Survivor:
             if self.job.begun:
                 say_line(
                     "minidist: ranks were lost with the only copies of their state; continuing "
-                    "from {name}"
+                    f"from {name}"
                 )
         self._take_history(about.get("metrics", {}), trainer.steps_done)
 

@@ -20,6 +20,9 @@ WRONG = {
     "nothing is scaled down": {1: '"1.0f"'},
     "the total is not scaled down": {2: '"total + p"'},
     "the sum of values is not scaled down": {3: '"sum[i] + p * v[key * 8 + i]"'},
+    "the factor is taken from this key's score": {1: '"__expf(score - now)"'},
+    "the new term is scaled down too": {2: '"(total + p) * shrink"'},
+    "the new value is scaled down too": {3: '"(sum[i] + p * v[key * 8 + i]) * shrink"'},
     "values are added without their weight p": {3: '"sum[i] * shrink + v[key * 8 + i]"'},
     "the sum of values forgets": {3: '"p * v[key * 8 + i]"'},
     "another update": {2: '"total * shrink + 2 * p"'},
@@ -43,6 +46,9 @@ WRONG = {
     },
 }
 SOAK = {
+    "the factor is taken from this key's score",
+    "the new term is scaled down too",
+    "the new value is scaled down too",
     "what was summed grows instead",
     "the sum of values forgets",
     "another update",
@@ -186,7 +192,7 @@ def test_intensities_of_a_large_k_are_by_the_formula(lab) -> None:
 
 
 def test_what_a_pattern_saves_is_the_tables() -> None:
-    story = (FOLDER / "README.md").read_text(encoding="utf-8")
+    story = (FOLDER / "SPARSE.md").read_text(encoding="utf-8")
     pairs = re.findall(r"([\d.]+) MiB \| ([\d.]+) MiB \| [\d,]+ ms", story)
     saved = [100 * (1 - float(pattern) / float(tiled)) for tiled, pattern in pairs]
     assert len(saved) == 4
@@ -194,10 +200,10 @@ def test_what_a_pattern_saves_is_the_tables() -> None:
 
 
 def test_the_tiles_of_the_notes_table_are_counted(lab):
-    """Each row of the story's table of the 6 and 10 times (N3:52)."""
+    """Each row of SPARSE.md's table of the 6 and 10 times (N3:52)."""
     rows = re.findall(
         r"^\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|",
-        (FOLDER / "README.md").read_text(encoding="utf-8"),
+        (FOLDER / "SPARSE.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
     assert len(rows) == 5

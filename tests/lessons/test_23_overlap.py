@@ -20,15 +20,29 @@ LESSON = load_module(lessons.find("23").part("lesson.py"), "23")
 lab = LESSON.lab
 STEP = LESSON.LAYER
 WRONG = {
-    "a path through the wrong rank": {1: "-record.windows[one][1]"},
+    "on the rank that began last": {1: "record.windows[one][0]"},
+    "whose step was the longest": {1: "record.windows[one][1] - record.windows[one][0]"},
+    "the rank with the highest number": {1: "one"},
     "a path that misses the last call": {2: "wait.stop < now"},
     "a path that misses the call": {2: "False"},
-    "a path that stays on its rank": {4: "rank, call.begin"},
-    "a path that misses the queue": {3: "held[0]"},
+    "a call that ends just now is left out": {
+        2: "wait.start < min(wait.call.end, wait.stop) < now"
+    },
+    "a call that was hidden is taken": {2: "wait.stop <= now"},
+    "ends on the other rank only later": {2: "wait.start < wait.call.end <= now"},
+    "the path stays on its rank": {4: "rank, call.begin"},
+    "whoever asked last": {4: "1 - rank, call.begin"},
+    "goes on to rank 0": {4: "0, call.begin"},
+    "the first wait is taken": {3: "held[0]"},
+    "a path that misses the queue": {3: "held[-2:][0]"},
     "never reaches the begin": {4: "call.last_rank, call.end"},
     "a bound that is none": {5: "max(seconds)"},
     "not the share of a slower rank": {7: "asked"},
-    "not the share of a link busy": {8: "0.0"},
+    "the slower rank is counted backwards": {7: "asked - came"},
+    "nothing is booked on the slower rank": {7: "0.0"},
+    "counted from this rank's request": {8: "begin - asked"},
+    "the queue is counted backwards": {8: "came - begin"},
+    "nothing is booked on the link": {8: "0.0"},
     "not the most urgent call": {9: "min(left, key=lambda call: urgency[call])"},
 }
 

@@ -21,10 +21,23 @@ WRONG = {
     },
     "calls of one group at the same time": {2: "max(came[way, count[way]].values())"},
     "work of another length": {3: "event.work"},
-    "waits that add up, or turn the clock back": {4: "ended[started[event.id]]"},
+    "a message that waits for the wrong": {1: "(rank,)"},
+    "a call that waits for another group's": {
+        2: "max([*ended.values(), 0.0, *came[way, count[way]].values()])"
+    },
+    "the clock of a late rank is turned back": {4: "ended[started[event.id]]"},
+    "the wait is added to the rank's clock": {4: "now + ended[started[event.id]]"},
+    "the receiver does not wait": {4: "now"},
     "ranks on other devices": {5: "place + shape[axis] * coordinates[axis]"},
-    "not what the link carries": {6: "2 * (size - 1) / size * nbytes / bandwidth"},
-    "not the share of all devices' peak": {7: "tokens * flops_a_token / (seconds * peak)"},
+    "as if no other message shared the link": {6: "2 * (size - 1) / size * nbytes / bandwidth"},
+    "whole arrays travel": {6: "2 * (size - 1) * nbytes * sharing / bandwidth"},
+    "one way round only": {6: "(size - 1) / size * nbytes * sharing / bandwidth"},
+    "as if there were P steps": {6: "2 * nbytes * sharing / bandwidth"},
+    "not what the link carries": {6: "nbytes / bandwidth"},
+    "the peak of one device": {7: "tokens * flops_a_token / (seconds * peak)"},
+    "not yet a share of the peak": {7: "tokens * flops_a_token / seconds"},
+    "upside down": {7: "seconds * devices * peak / (tokens * flops_a_token)"},
+    "not the share of all devices' peak": {7: "tokens * flops_a_token / devices"},
 }
 
 
@@ -43,7 +56,7 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("24", {}, tmp_path)
     assert not result.passed
     assert (
-        "fill hole 3" in result.results[-1].line()
+        "fill hole 1" in result.results[-1].line()
         and "exercise_24.py line" in result.results[-1].line()
     )
 

@@ -24,10 +24,30 @@ RIGHT = right("25")
 WRONG = {
     "the waiting ranks are blamed": {1: "[rank for rank, last in calls.items() if last == newest]"},
     "the culprit is missed": {3: "arrivals.argmin(axis=1)[delay > share * step]"},
-    "a false alarm": {4: "float(np.max(some))"},
-    "not the energy of a step": {
-        7: "(static + dynamic * frequency ** 3) * (work / frequency + rest)"
+    "not all that are behind": {
+        1: "[rank for rank, last in calls.items() if last == min(calls.values())]"
     },
+    "only one of them is named": {1: "[min(calls, key=calls.get)]"},
+    "of two late ranks neither is the only one": {2: "ordered[:, -1] - ordered[:, 0]"},
+    "a false alarm": {3: "arrivals.argmax(axis=1)"},
+    "only on the slow link the fastest are slow too": {4: "float(np.max(some))"},
+    "the fastest are as fast as any": {4: "float(np.median(some))"},
+    "an array that is made once is no leak": {
+        5: "float(memory[-1] - memory[0]) / (len(memory) - 1)"
+    },
+    "not what most steps add": {5: "float(memory[-1] - memory[-2])"},
+    "not the first number": {6: "min(bad, key=lambda one: one[1])[2:] if bad else None"},
+    "while it rests, too": {7: "(static + dynamic * frequency ** 3) * (work / frequency + rest)"},
+    "takes longer at a lower frequency": {
+        7: "static * (work / frequency + rest) + dynamic * frequency ** 3 * work"
+    },
+    "the static watts are paid while it computes": {
+        7: "static * rest + dynamic * frequency ** 2 * work"
+    },
+    "the static watts are paid while it rests": {
+        7: "static * work / frequency + dynamic * frequency ** 2 * work"
+    },
+    "not the energy of a step": {7: "static + dynamic"},
 }
 
 

@@ -14,14 +14,38 @@ from minidist.survive.interval import best_interval, goodput
 RIGHT = right("26")
 WRONG = {
     "numbers are lost": {1: "chunk[:-1].tofile(file)"},
-    "not every shard's digest": {2: "digest[None]"},
+    "the right numbers in another order": {1: "chunk[::-1].tofile(file)"},
+    "a rank has written no such file": {1: 'chunk.tofile(folder / "all.bin")'},
+    "other bytes than float64": {1: "chunk.astype(np.float32).tofile(file)"},
+    "only one rank's digest": {2: "digest[None]"},
+    "not every shard's digest": {2: "group.all_gather(digest[None])[:2]"},
+    "each byte of a digest became an entry": {2: "digest"},
+    "one rank's digest for every shard": {2: "[digest] * group.size"},
+    "the digests are in another order": {2: "group.all_gather(digest[None])[::-1]"},
     "a torn manifest can be seen": {
         3: '(folder / "draft").rename(folder / "draft2")\n'
         '(folder / "manifest.json").write_text((folder / "draft2").read_text())'
     },
     "no manifest": {3: "None"},
+    "the overlap ends at my own stop": {4: "(max(start, old[rank]), stop)"},
+    "the overlap begins at my own start": {4: "(start, min(stop, old[rank + 1]))"},
+    "whole shards, instead of": {4: "(min(start, old[rank]), max(stop, old[rank + 1]))"},
+    "whole shards, instead of what": {4: "(old[rank], old[rank + 1])"},
+    "one number too few of each shard": {
+        4: "(max(start, old[rank]), min(stop, old[rank + 1]) - 1)"
+    },
     "other ranks' numbers": {5: "np.fromfile(file)"},
-    "not the best interval": {6: "(save * between) ** 0.5"},
+    "the position in the vector is taken": {5: "np.fromfile(file)[first:last]"},
+    "counted from my chunk's start": {5: "np.fromfile(file)[first - start : last - start]"},
+    "each time the first numbers": {5: "np.fromfile(file)[: last - first]"},
+    "one number too many of a shard": {
+        5: "np.fromfile(file)[first - old[rank] : last - old[rank] + 1]"
+    },
+    "an interruption loses half an interval": {6: "(save * between) ** 0.5"},
+    "the factor 2 is on the wrong side": {6: "(save * between / 2) ** 0.5"},
+    "its square is not yet": {6: "2 * save * between"},
+    "the part of the time that is lost": {6: "(2 * save / between) ** 0.5"},
+    "not the best interval": {6: "save"},
 }
 
 
