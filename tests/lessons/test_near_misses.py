@@ -17,7 +17,26 @@ FORKS.set_forkserver_preload(
     ["minidist", "minidist.grading", "minidist.lessons.checking", "filling"]
 )
 
-SAME: dict[tuple[str, int], dict[str, str]] = {}
+WRAPS = "an index from -1 to -P counts from the end"
+SWAPPED = "both orders give the same"
+LISTS = "a verb takes a list of numbers as an array"
+SAME = {
+    ("00", 8): {
+        "with no_grad():\n    total += model.loss(inputs, targets).item()": "the default divisor"
+    },
+    ("03", 1): {"group.rank - step - 1": WRAPS},
+    ("03", 2): {"group.rank - step - 2": WRAPS},
+    ("03", 5): {"group.rank - step": WRAPS},
+    ("03", 6): {"group.rank - step - 1": WRAPS},
+    ("04", 2): {"sum(((a in half) != (b in half) for b, a in links))": SWAPPED},
+    ("09", 7): {"group.all_gather([float(mine)]).any()": LISTS},
+    ("17", 10): {
+        "mesh['pp', 'tp'].all_reduce([squares])": LISTS,
+        "mesh['tp', 'pp'].all_reduce(np.array([squares]))": SWAPPED,
+    },
+    ("18", 1): {"np.argsort(-chances, kind='stable')[:, :k]": "the last axis is the default"},
+    ("18", 7): {"experts * float(chances.mean(axis=0) @ f)": SWAPPED},
+}
 """{(lesson, hole): {neighbour: why it means the same as the right code}}."""
 
 

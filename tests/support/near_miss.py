@@ -29,7 +29,15 @@ SWAPS: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
 }
 """{sign: the signs that are written instead}."""
 
-OTHER_NAMES = {"min": "max", "max": "min", "sum": "max", "floor": "ceil", "ceil": "floor"}
+OTHER_NAMES = {
+    "min": "max",
+    "max": "min",
+    "minimum": "maximum",
+    "maximum": "minimum",
+    "sum": "max",
+    "floor": "ceil",
+    "ceil": "floor",
+}
 """{function or method: the one that is taken instead}."""
 
 NO_COPY = {"copy", "array", "sqrt", "abs", "ascontiguousarray"}
@@ -137,8 +145,9 @@ def _calls(node: ast.Call) -> Iterator[Change]:
         yield lambda found: found.args[0] if found.args else found.func.value
     if len(node.args) > 1 and name not in OTHER_NAMES:  # min(a, b) is min(b, a)
         yield lambda found: _set(found, args=[found.args[1], found.args[0], *found.args[2:]])
-    for number in range(len(node.keywords)):
-        yield lambda found, number=number: _without(found, "keywords", number)
+    for number, keyword in enumerate(node.keywords):
+        if keyword.arg != "algorithm":  # every algorithm gives the same sum
+            yield lambda found, number=number: _without(found, "keywords", number)
 
 
 def _set(node: Any, **fields: Any) -> Any:
