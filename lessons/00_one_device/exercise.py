@@ -13,7 +13,7 @@ def plain_single(model, optimizer, batches):
     """Train on one device with batches of (inputs, targets), each (B, T); return the last loss.
 
     model.loss(inputs, targets, divisor=d) is the sum of the targets' losses over d; the loss of a
-    batch is their mean.
+    batch is their mean. The optimizer has two methods: step() and zero_grad(), as in PyTorch.
     """
     for inputs, targets in batches:
         loss = model.loss(
@@ -68,7 +68,10 @@ def training_bytes(parameters, mixed):
 
 def kept_for_backward(layers, batch, context, width, heads):
     """Return how many bytes the blocks' ops keep for backward at the end of a float32 forward
-    (section 4)."""
+    (section 4).
+
+    Args: context: more than 256 tokens, so that attention keeps no probabilities.
+    """
     numbers = hole(7, "numbers a token and block: the table of section 4")
     return 4 * layers * batch * context * numbers
 

@@ -131,7 +131,8 @@ def one_step(page: Page, ids: np.ndarray) -> tuple[dict[str, dict[str, int]], in
             f"{CONFIG.layers} layers of width {CONFIG.width}, {BATCH} x {CONFIG.context} tokens",
             ["after", *SHOWN],
             [[name, *(size_text(now[category]) for category in SHOWN)] for name, now in stations],
-            note="the peak of the total is the peak of the sum, not the sum of the peaks",
+            note="total: these four and the workspace of single operations. peak: the most of each "
+            "column at any moment, so the peak of the total is not the sum of the other peaks",
         )
         return snapshot, sum(parameter.size for parameter in model.parameters())
 

@@ -253,14 +253,17 @@ def _samples(exercise: ModuleType) -> Result:
 
 def _devices(exercise: ModuleType) -> Result:
     """LOCAL_RANK counts inside CUDA_VISIBLE_DEVICES."""
-    visible = "13,4,12,5"
+    visible = "13,5,12,4"
     task = f'CUDA_VISIBLE_DEVICES="{visible}"'
     size = NODES * PER_NODE
     for rank in range(size):
-        measured = exercise.my_device(
-            exercise.Identity(rank, size, rank % PER_NODE, rank // PER_NODE), visible
-        )
         target = int(visible.split(",")[rank % PER_NODE])
+        try:
+            measured = exercise.my_device(
+                exercise.Identity(rank, size, rank % PER_NODE, rank // PER_NODE), visible
+            )
+        except IndexError:
+            measured = "none: no such entry"
         if str(measured) != str(target):
             return judge(
                 task,
@@ -270,10 +273,17 @@ def _devices(exercise: ModuleType) -> Result:
                 "wrong device",
                 "LOCAL_RANK is a place in the visible list: read section 4 again",
                 signs={
+                    "one too far": str(measured)
+                    == visible.split(",")[(rank % PER_NODE + 1) % PER_NODE],
                     "the list was sorted": str(measured)
                     in (
                         str(sorted(map(int, visible.split(",")))[rank % PER_NODE]),
                         sorted(visible.split(","))[rank % PER_NODE],
+                    ),
+                    "the rank in the whole job": Mistake(
+                        str(measured).startswith("none") and rank >= PER_NODE,
+                        "each machine has a list of its own, with four entries: count in it with the "
+                        "rank on this machine: read section 4 again",
                     ),
                     "device 0 .. 3 although others are visible": str(measured)
                     == str(rank % PER_NODE),

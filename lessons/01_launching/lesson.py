@@ -65,7 +65,7 @@ def tour(group: Group, page: Page, *, nodes: int) -> None:
     if not ranks:
         return
     page.heading(
-        f"2  The job (N0:41): started by {ranks[0]['launcher']}, WORLD_SIZE = {group.size}"
+        f"2  The job (N0:41): {started_by(ranks[0]['launcher'])}, WORLD_SIZE = {group.size}"
     )
     page.table("Machines", ["machine", "processes", "NODE_RANK", "RANK"], machines(ranks))
     page.table(
@@ -104,6 +104,11 @@ def tour(group: Group, page: Page, *, nodes: int) -> None:
         if not names
         else "",
     )
+
+
+def started_by(launcher: str) -> str:
+    """Return in words which launcher started the job."""
+    return "no launcher" if launcher == "alone" else f"started by {launcher}"
 
 
 def machines(ranks: list[dict[str, Any]]) -> list[list[Any]]:

@@ -63,7 +63,7 @@ def test_the_last_table_is_exact_on_its_clock() -> None:
 def test_the_letters_of_the_costs_are_told_before_they_are_used() -> None:
     told = STORY.index("Letters, here and in all lessons: **P** ranks")
     assert [
-        use for use in ("`(P-1) n`", "waits one α", "β seconds") if STORY.index(use) < told
+        use for use in ("`(P-1) n`", "waits one α", "α–β model") if STORY.index(use) < told
     ] == []
 
 
