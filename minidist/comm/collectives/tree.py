@@ -5,6 +5,8 @@ counts.
                                        r0 -> r4        r0 -> r2, r4 -> r6      r0 -> r1, r2 -> r3, r4 -> r5, r6 -> r7
                   reduce               the same arrows reversed, from the last step to the first
 
+The plain versions double the distance instead, r0 -> r1 first: other arrows, as many steps.
+
 broadcast, reduce, all_reduce: ranks count from the root: v = (rank - root) mod P. The parent of v
 is v without its lowest set bit; its children are v + 1, v + 2, v + 4, ... below that bit (and below
 P). Every rank except the root receives from exactly one parent.
