@@ -17,7 +17,14 @@ FORKS.set_forkserver_preload(
     ["minidist", "minidist.grading", "minidist.lessons.checking", "filling"]
 )
 
-SAME: dict[tuple[str, int], dict[str, str]] = {}
+SAME: dict[tuple[str, int], dict[str, str]] = {
+    ("18", 1): {
+        "np.argsort(-chances, kind='stable')[:, :k]": "argsort takes the last dim by itself",
+        "np.argsort(-chances, axis=1)[:, :k]": "no two chances are equal",
+    },
+    ("18", 4): {"np.argsort(chosen)": "rows of one expert may be in any order"},
+    ("18", 7): {"experts * float(chances.mean(axis=0) @ f)": "a product of two vectors commutes"},
+}
 """{(lesson, hole): {neighbour: why it means the same as the right code}}."""
 
 
