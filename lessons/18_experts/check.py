@@ -106,7 +106,7 @@ def _choose(exercise: ModuleType) -> Result:
 
 def _places(exercise: ModuleType) -> Result:
     """Hole 2."""
-    for capacity, k, tokens, experts in ((1.0, 2, 16, 8), (1.25, 1, 16, 8), (1.0, 2, 9, 5)):
+    for capacity, k, tokens, experts in ((1.0, 2, 24, 8), (2.1, 1, 16, 8), (1.0, 2, 9, 5)):
         right = MixtureConfig(experts=experts, top_k=k, capacity=capacity).places(tokens)
         mine = exercise.places(capacity, k, tokens, experts)
         if mine != right:
@@ -120,10 +120,13 @@ def _places(exercise: ModuleType) -> Result:
                 signs={
                     "a token counts once, but has k choices": k > 1
                     and mine == math.ceil(capacity * tokens / experts),
+                    "the capacity does not count": capacity != 1
+                    and mine == math.ceil(k * tokens / experts),
+                    "divided by k": k > 1 and mine == math.ceil(capacity * tokens / (k * experts)),
                     "not divided by the experts": mine == math.ceil(capacity * k * tokens),
                     "experts and tokens are exchanged": mine
                     == math.ceil(capacity * k * experts / tokens),
-                    "rounded down": mine == math.floor(capacity * k * tokens / experts),
+                    "rounded down": mine == math.floor(capacity * k * tokens / experts) < right,
                     "one place too many": mine == right + 1,
                 },
             )
@@ -151,6 +154,9 @@ def _keep(exercise: ModuleType) -> Result:
             "nothing is taken": not mine.any(),
             "one too many": np.array_equal(mine, _kept(chosen, room + 1)),
             "one too few": np.array_equal(mine, _kept(chosen, room - 1)),
+            "taken and dropped are exchanged": np.array_equal(mine, ~right),
+            "the places of all experts are counted together": mine.sum() == room
+            and mine.reshape(-1)[:room].all(),
         },
     )
 
@@ -171,6 +177,16 @@ MISTAKES = {
         'np.argsort(-chosen, kind="stable")',
         "4",
     ),
+    "the numbers of the experts, and not the positions of the rows": (
+        'np.argsort(chosen, kind="stable")',
+        "np.sort(chosen)",
+        "4",
+    ),
+    "the new position of each row, and not the row at each position": (
+        'np.argsort(chosen, kind="stable")',
+        'np.argsort(np.argsort(chosen, kind="stable"))',
+        "4",
+    ),
     "the results are sorted once more": (
         "y[order] = np.concatenate(back)",
         "y[...] = np.concatenate(back)[order]",
@@ -181,6 +197,17 @@ MISTAKES = {
         "y[...] = np.concatenate(back)",
         "6",
     ),
+    "the results stand at their expert's number, and not at their token's place": (
+        "y[order] = np.concatenate(back)",
+        "y[chosen] = np.concatenate(back)",
+        "6",
+    ),
+    "the weights are multiplied twice": (
+        "y[order] = np.concatenate(back)",
+        "y[order] = weight[order, None] * np.concatenate(back)",
+        "6",
+    ),
+    "nothing is put into y": ("y[order] = np.concatenate(back)", "pass", "6"),
 }
 """{name: (code of the plain version, what a student may write there, the hole)}"""
 
@@ -299,9 +326,10 @@ def _biases(exercise: ModuleType) -> Result:
     layer = mixtures(model)[0]
     assert layer.bias is not None
     right = layer.bias.data
-    mine = np.asarray(exercise.move_biases(np.zeros(EXPERTS), load, 0.25))
+    start = np.arange(EXPERTS) / 8
+    mine = np.asarray(exercise.move_biases(start, load, 0.25)) - start
     return judge(
-        f"biases after loads {load.tolist()}",
+        f"moves of the biases after loads {load.tolist()}",
         np.allclose(mine, right),
         str(right.tolist()),
         str(np.round(mine, 3).tolist()),
@@ -310,6 +338,7 @@ def _biases(exercise: ModuleType) -> Result:
         signs={
             "the busy are liked more": np.allclose(mine, -right),
             "the rate is missing": np.allclose(mine, right / 0.25),
+            "the old biases are lost": np.allclose(mine + start, right),
             "all move alike, by rate, whatever the distance": np.allclose(
                 mine, 0.25 * (load.mean() - load)
             ),

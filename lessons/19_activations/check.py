@@ -3,7 +3,9 @@ backward."""
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -11,14 +13,16 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.console import size_text
 from minidist.device import account
-from minidist.grading import Result, expect, judge, variant
+from minidist.errors import GradientError
+from minidist.grading import Result, TaskFailed, expect, judge, variant
 from minidist.parallel.memory.activations import plain_recompute
 
 LAYERS = 6
 ROWS = 64
 WIDTH = 32
 SIZES = (1, 2, 3)
-STACKS = [(x, a) for x in (1, 2, 3, 5, 10, 30) for a in (1, 2, 4, 7, 50, 100)]  # x, a of best sizes
+STACKS = [(2, 3), *((x, a) for x in (1, 2, 3, 5, 10, 30) for a in (1, 2, 4, 7, 50, 100))]
+"""x and a of best sizes; with the first, one block a segment is neither best nor worst."""
 Block = Callable[[Tensor], Tensor]
 
 CUT_FROM = (plain_recompute,)
@@ -42,7 +46,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _formula(exercise: ModuleType) -> Iterator[Result]:
-    for layers, size, x, a in ((12, 3, 10, 100), (16, 4, 1, 4), (6, 6, 5, 50), (6, 1, 5, 50)):
+    for layers, size, x, a in ((24, 3, 10, 100), (16, 2, 1, 7), (6, 6, 5, 50), (6, 1, 5, 50)):
         target = (layers // size - 1) * x + size * a
         measured = exercise.peak(layers, size, x, a)
         yield expect(
@@ -58,9 +62,13 @@ def _formula(exercise: ModuleType) -> Iterator[Result]:
                 "that keeps every block's input": layers * x + a,
                 "nothing is made again": layers // size * x,
                 "the segment's own input counted twice": target + x,
+                "the number of segments and their size are exchanged": (size - 1) * x
+                + layers // size * a,
+                "all blocks' activations are alive, and not one segment's": target
+                + (layers - size) * a,
             },
         )
-    for layers in (10, 12, 16, 36):
+    for layers in (12, 10, 16, 36):
         for x, a in STACKS:
             best = _best_size(exercise, layers, x, a)
             if not best.passed:
@@ -78,13 +86,19 @@ def _best_size(exercise: ModuleType, layers: int, x: int, a: int) -> Result:
     lowest = min(peaks.values())
     best = [size for size, found in peaks.items() if found == lowest]
     measured = exercise.best_size(layers, x, a)
-    return Result(
+    return judge(
         f"best size for {layers} blocks, x = {x}, a = {a}",
         measured in best,
         " or ".join(map(str, best)),
         str(measured),
         "another size has a lower peak",
         "min(sizes, key=...) of your own peak (hole 2)",
+        signs={
+            "that is the lowest peak, and not its size": measured == lowest,
+            "that is the size with the highest peak": peaks.get(measured) == max(peaks.values()),
+            "that is a place in sizes, and not a size": measured
+            == list(peaks.values()).index(lowest),
+        },
     )
 
 
@@ -116,6 +130,23 @@ def _segments(blocks: list[Block], size: int) -> list[Block]:
     return [segment(blocks[start : start + size]) for start in range(0, len(blocks), size)]
 
 
+def _recompute(exercise: ModuleType, task: str, segments: list[Block], x: Tensor, dy: Any) -> Any:
+    """Run the student's loop. Raises TaskFailed if a segment gets no gradient for its backward."""
+    try:
+        return exercise.plain_recompute(segments, x, dy)
+    except GradientError as error:
+        result = Result(
+            task,
+            False,
+            "a gradient for each segment",
+            "None",
+            "the gradient that is handed on is None",
+            "the new tape's start must ask for its gradient (requires_grad=True): section 1 (holes "
+            "5, 6)",
+        )
+        raise TaskFailed(result) from error
+
+
 def _memory(exercise: ModuleType, size: int) -> Iterator[Result]:
     """What is alive when forward is over, as the last block is about to be made again: the
     inputs."""
@@ -135,9 +166,10 @@ def _memory(exercise: ModuleType, size: int) -> Iterator[Result]:
         return seen[1] if len(seen) > 1 else 0
 
     target = alive(plain_recompute)
-    found = alive(exercise.plain_recompute)
+    task = f"alive after forward, segments of {size}"
+    found = alive(partial(_recompute, exercise, task))
     yield Result(
-        f"alive after forward, segments of {size}",
+        task,
         found <= target,
         size_text(target),
         size_text(found),
@@ -157,7 +189,8 @@ def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
     targets = [np.array(weight.grad) for weight in weights]
     for weight in weights:
         weight.zero_grad()
-    dx = exercise.plain_recompute(_segments(blocks, size), x, dy)
+    task = f"weights with the right gradient, segments of {size}"
+    dx = _recompute(exercise, task, _segments(blocks, size), x, dy)
     found = [np.zeros(1) if weight.grad is None else weight.grad for weight in weights]
     equal = [np.array_equal(grad, target) for grad, target in zip(found, targets, strict=True)]
     right = sum(equal)
@@ -166,7 +199,7 @@ def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
         for grad, target in zip(found, targets, strict=True)
     )
     yield expect(
-        f"weights with the right gradient, segments of {size}",
+        task,
         LAYERS,
         right,
         "no weight got one",
@@ -174,7 +207,15 @@ def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
         "5, 6)",
         signs={
             "the gradient has the wrong sign": turned,
-            "the gradient does not reach the segment before": lambda: _same_dy(found, size, dy),
+            "the gradient does not reach the segment before": lambda: _gives(
+                found, size, dy, "dy = again.grad", "dy = dy"
+            ),
+            "every segment starts from the last kept input": lambda: _gives(
+                found, size, dy, "kept.pop()", "kept[-1]"
+            ),
+            "the segment's output is handed on, and not a gradient": lambda: _gives(
+                found, size, dy, "dy = again.grad", "dy = again.data"
+            ),
             "the gradient that is handed on is another": equal[-1],
             "a segment starts from another's input": weights[LAYERS - size].grad is not None,
         },
@@ -190,11 +231,10 @@ def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
     )
 
 
-def _same_dy(found: list[np.ndarray], size: int, dy: np.ndarray) -> bool:
-    """Return whether the gradients are those of segments that all start backward from dy."""
+def _gives(found: list[np.ndarray], size: int, dy: np.ndarray, old: str, new: str) -> bool:
+    """Return whether the gradients are those of the plain version with `new` instead of `old`."""
     weights, blocks, x = _stack()
-    not_handed_on = variant(plain_recompute, "dy = again.grad", "dy = dy")
-    not_handed_on(_segments(blocks, size), x, dy)
+    variant(plain_recompute, old, new)(_segments(blocks, size), x, dy)
     return all(
         np.array_equal(np.asarray(weight.grad), grad)
         for weight, grad in zip(weights, found, strict=True)
@@ -213,6 +253,11 @@ def _codes(exercise: ModuleType) -> Iterator[Result]:
     def above(those: np.ndarray) -> float:
         """Return the largest error of some of the numbers."""
         return float(np.abs(codes - x / scale)[those].max())
+
+    def off_by(steps: float, start: np.ndarray = x / scale) -> bool:
+        """Return whether the codes of all but the largest numbers are so many steps above."""
+        inner = np.abs(x / scale) < 126
+        return np.allclose((codes - start)[inner], steps, atol=0.02)
 
     same = np.array_equal(draws[0][0], draws[-1][0])
     other = chances[0].copy()
@@ -236,8 +281,13 @@ def _codes(exercise: ModuleType) -> Iterator[Result]:
         signs={
             "a number is rounded the same way whatever the chance": same,
             "negative numbers are rounded towards zero": above(x > 0) < 0.01,
-            "the mean is a whole step too low": abs((x / scale - codes).mean() - 1) < 0.02,
-            "the mean is half a step too high": abs(error - 0.5) < 0.02,
+            "the mean is a whole step too low": off_by(-1),
+            "the mean is a whole step too high": off_by(1),
+            "the mean is half a step too high": off_by(0.5),
+            "the mean is half a step too low": off_by(-0.5),
+            "every number is rounded up in half of the cases, whatever its fraction": off_by(
+                0.5, np.floor(x / scale)
+            ),
         },
     )
 

@@ -78,7 +78,9 @@ def _curves(ax: Any, curves: dict[str, Any]) -> None:
         ax.plot([1e3 * curve["turn"]], [at_turn / MIB], "o", color=COLOURS[which], markersize=7)
     ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)
-    ax.set_xlabel("milliseconds; the dot is the end of forward", fontsize=10.5, color=look.SOFT)
+    ax.set_xlabel(
+        "milliseconds on a processor; the dot is the end of forward", fontsize=10.5, color=look.SOFT
+    )
     ax.set_ylabel("MiB of activations alive", fontsize=10.5, color=look.SOFT)
     ax.legend(frameon=False, fontsize=10.5, loc="upper right")
 
@@ -101,7 +103,7 @@ def _peaks(ax: Any, recorded: dict[str, Any]) -> None:
     )
     look.caption(ax, "The peak, for so many blocks")
     ax.set_xlabel(
-        "blocks that keep their input alone, from the first", fontsize=10.5, color=look.SOFT
+        "blocks that keep only their input, from the first", fontsize=10.5, color=look.SOFT
     )
     ax.set_ylabel("MiB", fontsize=10.5, color=look.SOFT)
     ax.legend(frameon=False, fontsize=10.5)

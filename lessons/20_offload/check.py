@@ -11,7 +11,7 @@ import numpy as np
 
 import minidist as md
 from minidist.autograd.tensor import Parameter
-from minidist.grading import Mistake, Result, expect, judge, load_module
+from minidist.grading import Mistake, Result, TaskFailed, expect, judge, load_module
 from minidist.nn import GPT
 from minidist.optim import Adam
 from minidist.parallel.memory.offload import plain_offload
@@ -87,7 +87,18 @@ class _HostAdam(Adam):
         self.given = 0  # gradients
 
     def step(self, *given: Any, **options: Any) -> Any:
-        """Count, then update."""
+        """Count, then update. Raises TaskFailed if a gradient is None in an array."""
+        if any(h.grad is not None and np.asarray(h.grad).dtype == object for h in self.host):
+            raise TaskFailed(
+                Result(
+                    "gradients on the host",
+                    False,
+                    "copies of the device's",
+                    "None",
+                    "the gradient is freed before it is copied",
+                    "copy first, then p.zero_grad(): section 1 (hole 1)",
+                )
+            )
         self.given += sum(h.grad is not None for h in self.host)
         self.shared += sum(
             h.grad is not None and np.shares_memory(h.grad, gradient)
@@ -175,11 +186,12 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
         "other gradients" if moved else "the gradients did not go down",
         "the host's gradient is a copy of the device's: section 1 (hole 1)",
         signs={
+            "the gradient is written over the host's weights": moved and not found[6],
             "the old weights go down to the host": Mistake(
                 not moved and found[6],
                 "the host has the new weights, the device the old ones: they move up: section 1 "
                 "(hole 2)",
-            )
+            ),
         },
     )
 
@@ -191,6 +203,7 @@ def _between_steps(exercise: ModuleType) -> Iterator[Result]:
         count = seen["parameters"]
         mine = exercise.between_steps(count, precision != "fp32")
         device = {
+            0: "that is one parameter's, and not all parameters'",
             4: "gradients do not stay: the bucket is freed when it is down",
             14: "the masters lie on the host",
             16: "nothing left the device",
@@ -204,10 +217,11 @@ def _between_steps(exercise: ModuleType) -> Iterator[Result]:
             "only weights stay, 2 bytes each in mixed precision: section 2 (hole 3)",
         )
         host = {
+            0: "that is one parameter's, and not all parameters'",
             12: "the gradients lie there too",
             8: "the masters are missing",
             10: "the masters are missing",
-            16: "weights of two bytes stay on the device",
+            16: "two bytes too many: gradients take 2, and weights of 2 bytes stay on the device",
         }
         held = sum(seen["host"][kind]["now"] for kind in ("parameters", "gradients", "optimizer"))
         yield expect(
@@ -224,7 +238,18 @@ def _moved(exercise: ModuleType) -> Iterator[Result]:
     for precision, itemsize, passes in (("fp32", 4, 1), ("bf16", 2, 1), ("fp32", 4, 2)):
         seen = _run({"offload": "optimizer", "precision": precision, "accumulate": passes})
         mine = exercise.moved_with_the_host(seen["parameters"], itemsize, passes)
+        if not isinstance(mine, dict):
+            yield Result(
+                "bytes moved",
+                False,
+                "a dict",
+                type(mine).__name__,
+                "a direction is missing",
+                'return {"device to host": ..., "host to device": ...}: section 3 (hole 5)',
+            )
+            return
         for way, target in seen["moved"].items():
+            down = way == "device to host"
             came = mine.get(way, 0)
             yield expect(
                 f"{precision}, {passes} pass{'es' * (passes > 1)}, {way}",
@@ -237,8 +262,12 @@ def _moved(exercise: ModuleType) -> Iterator[Result]:
                     "weights come up once a step": way == "host to device"
                     and came == passes * target,
                     "each pass sends its gradients": came * passes == target,
-                    "weights travel in the device's precision, not as masters": came
-                    in (2 * target, 4 * target // itemsize),
+                    "the bytes of a number are missing": came * itemsize == target,
+                    "weights travel in the device's precision, not as masters": not down
+                    and came in (2 * target, 4 * target // itemsize),
+                    "gradients travel in the device's precision": itemsize != 4
+                    and came == 4 * target // itemsize,
+                    "gradients travel once, not twice": came == 2 * target,
                 },
             )
 
@@ -251,9 +280,11 @@ def _read(exercise: ModuleType) -> Iterator[Result]:
         target = seen["moved"]["disk to host"]
         mine = exercise.read_from_disk(count, passes)
         known = {
+            0: "that is one parameter's, and not all parameters'",
             12: "the gradients are on disk too",
             8: "gradients and weights are on disk too",
             20: "in float32 weights are their own masters",
+            16 * passes: "the update is once a step, and not once a pass",
         }
         yield expect(
             f"all on disk, {passes} pass{'es' * (passes > 1)}: bytes read",
@@ -292,17 +323,25 @@ def _stream(exercise: ModuleType) -> Iterator[Result]:
 
     results = exercise.stream(list(UNITS), start_read, compute)
     advice = "start_read the next one before you compute: section 4 (hole 7)"
+    reads = [unit for what, unit in events if what == "read"]
     yield expect(
         "stream: results",
         [unit + unit.upper() for unit in UNITS],
         results,
         "a unit computed with another's weights, or one was left out",
         advice,
+        signs={
+            "the next unit is never read": len(reads) == 1,
+            "the move is not remembered: each unit gets the first one's weights": reads
+            == list(UNITS)
+            and results == [unit + UNITS[0].upper() for unit in UNITS],
+            "a unit is read again, and not the next": reads == [UNITS[0], *UNITS[:-1]],
+        },
     )
     yield expect(
         "stream: reads",
         list(UNITS),
-        [unit for what, unit in events if what == "read"],
+        reads,
         "a unit is read twice, or not at all",
         advice,
     )
@@ -365,7 +404,9 @@ def _update(exercise: ModuleType) -> Iterator[Result]:
             "the update did not wait for its gradients",
             advice,
             signs={
+                "the run is not updated": "adam" not in order,
                 "the new weights never reach the device": not sent_up,
+                "a run waits for the gradients of other runs, too": order.count("arrived") > 1,
                 "weights go up before they are new": sent_up
                 and "adam" in order
                 and order.index("up") < order.index("adam"),

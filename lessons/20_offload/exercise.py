@@ -16,7 +16,7 @@ from minidist.grading import hole
 def plain_offload(model, optimizer, batches, host):
     """Train by ZeRO-Offload on one process; return the last loss.
 
-    The optimizer updates `host`, copies of the weights.
+    The optimizer updates `host`, copies of the weights: h.grad is None until you set it.
     """
     for inputs, targets in batches:
         loss = model.loss(inputs, targets, divisor=targets.size)

@@ -23,7 +23,19 @@ WRONG = {
     "not k a token": {1: "np.argmax(chances, axis=1)"},
     "a token counts once, but has k choices": {2: "capacity * tokens / experts"},
     "not capacity times the share": {2: "2 * capacity * k * tokens / experts"},
-    "rounded down": {2: "k * tokens / experts"},
+    "rounded down": {2: "capacity * k * tokens // experts"},
+    "the capacity does not count": {2: "k * tokens / experts"},
+    "divided by k": {2: "capacity * tokens / (k * experts)"},
+    "taken and dropped are exchanged": {3: "taken[expert] >= room"},
+    "the places of all experts": {3: "sum(taken) < room"},
+    "the numbers of the experts": {4: "np.sort(chosen)"},
+    "the new position of each row": {4: "np.argsort(np.argsort(chosen, kind='stable'))"},
+    "at their expert's number": {6: "y[chosen] = np.concatenate(back)"},
+    "the weights are multiplied twice": {
+        6: "y[order] = weight[order, None] * np.concatenate(back)"
+    },
+    "nothing is put into y": {6: "pass"},
+    "the old biases are lost": {8: "rate * np.sign(load.mean() - load) - bias"},
     "not divided by the experts": {2: "capacity * k * tokens"},
     "probabilities": {1: "np.sort(-chances, axis=1)[:, :k]"},
     "the likeliest is not the first": {1: "np.sort(np.argsort(-chances, axis=1)[:, :k], axis=1)"},
@@ -53,6 +65,14 @@ WRONG = {
 def test_the_right_filling_passes(tmp_path: Path) -> None:
     result = graded("18", RIGHT, tmp_path)
     assert result.passed, result.results[-1].line()
+
+
+def test_adding_into_y_is_right_too(tmp_path: Path) -> None:
+    """Hole 6: y begins as zeros, whatever memory it gets."""
+    adding = {**RIGHT, 6: "y[order] += np.concatenate(back)"}
+    free = np.full((1024, 64), np.nan)
+    del free  # memory that is used again is not zero
+    assert graded("18", adding, tmp_path).passed
 
 
 @pytest.mark.sampled(every=7)

@@ -11,6 +11,34 @@ from minidist.lessons import find
 RIGHT = right("20")
 WRONG = {
     "they stay on the device": {1: "h.grad = p.grad.copy()"},
+    "freed before it is copied": {1: "p.zero_grad()\nh.grad = np.array(p.grad)"},
+    "written over the host's weights": {1: "h.data[...] = p.grad\np.zero_grad()"},
+    "that is one parameter's": {3: "2"},
+    "one parameter's, and not all": {4: "14"},
+    "two bytes too many": {4: "(4 + 4 + 8) * parameters"},
+    "a dict": {5: "passes * itemsize * parameters"},
+    "the bytes of a number are missing": {
+        5: '{"device to host": passes * parameters, "host to device": parameters}'
+    },
+    "gradients travel in the device's precision": {
+        5: '{"device to host": 4 * passes * parameters, "host to device": itemsize * parameters}'
+    },
+    "gradients travel once, not twice": {
+        5: '{"device to host": 2 * passes * itemsize * parameters, '
+        '"host to device": itemsize * parameters}'
+    },
+    "once a step, and not once a pass": {6: "passes * 16 * parameters"},
+    "the next unit is never read": {7: "pass"},
+    "the move is not remembered": {
+        7: "if index + 1 < len(units):\n    start_read(units[index + 1])"
+    },
+    "read again, and not the next": {
+        7: "if index + 1 < len(units):\n    coming = start_read(unit)"
+    },
+    "the run is not updated": {8: "arriving[run].wait()\ngoing.append(start_up(run))"},
+    "waits for the gradients of other runs": {
+        8: "for move in arriving.values():\n    move.wait()\noptimizer_step(run)\ngoing.append(start_up(run))"
+    },
     "the gradients did not go down": {1: "p.zero_grad()"},
     "other gradients": {1: "h.grad = 2.0 * p.grad * p.grad\np.zero_grad()"},
     "the new weights never reach the device": {2: "pass"},

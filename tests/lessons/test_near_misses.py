@@ -34,7 +34,11 @@ SAME = {
         "mesh['pp', 'tp'].all_reduce([squares])": LISTS,
         "mesh['tp', 'pp'].all_reduce(np.array([squares]))": SWAPPED,
     },
-    ("18", 1): {"np.argsort(-chances, kind='stable')[:, :k]": "the last axis is the default"},
+    ("18", 1): {
+        "np.argsort(-chances, kind='stable')[:, :k]": "the last axis is the default",
+        "np.argsort(-chances, axis=1)[:, :k]": "no two chances are equal",
+    },
+    ("18", 4): {"np.argsort(chosen)": "rows of one expert may be in any order"},
     ("18", 7): {"experts * float(chances.mean(axis=0) @ f)": SWAPPED},
 }
 """{(lesson, hole): {neighbour: why it means the same as the right code}}."""

@@ -73,7 +73,7 @@ def plain_experts(
     results = my_expert(np.concatenate(came))
     ends = np.cumsum([len(rows) for rows in came])
     back = group.all_to_all(np.split(results, ends[:-1]))  # and return
-    y = np.empty_like(x)
+    y = np.zeros_like(x)
     y[order] = np.concatenate(back)  # each in its token's place
     return weight[:, None] * y
 
