@@ -26,7 +26,7 @@ WRONG = {
     "one block too few": {1: "2 * ranks - 2 - rank"},
     "only the own block": {2: "query_block == key_block"},
     "without a mask": {2: "True"},
-    "that of the new piece alone": {3: "scores.max(axis=1, keepdims=True)"},
+    "only that of the new piece": {3: "scores.max(axis=1, keepdims=True)"},
     "or -inf less -inf": {3: "top"},
     "24 tokens, large scores: off by nan": {3: "np.maximum(top, scores.max())"},
     "is left as it was": {4: "1.0"},
@@ -48,6 +48,13 @@ WRONG = {
     "another rank's positions": {7: "tokens_of(length, ranks - 1 - rank, ranks)"},
     "in another order than": {7: "tokens_of(length, rank, ranks)[::-1]"},
     "positions begin at 0": {7: "tokens_of(length, rank, ranks) + 1"},
+    "do not lie side by side": {
+        7: "tokens_of(length, rank, ranks)[0] + np.arange(len(tokens_of(length, rank, ranks)))"
+    },
+    "numbers of blocks, not positions": {7: "blocks_of(rank, ranks)"},
+    "that is of all ranks, not of one": {8: "2 * ranks * (ranks - 1)"},
+    "each stops one hop earlier": {9: "4 * ranks - 1"},
+    "their gradients are two": {9: "3 * ranks - 2"},
     "that is forward and backward": {8: "4 * (ranks - 1)"},
     "one hop less": {8: "2 * ranks"},
     "keys and values are two": {8: "ranks - 1"},
