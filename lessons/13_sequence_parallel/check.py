@@ -130,6 +130,11 @@ MISTAKES = {
         "shrink = 1.0",
         4,
     ),
+    "the new maximum is not taken off the old one": (
+        "shrink = np.exp(top - now)",
+        "shrink = np.exp(top)",
+        4,
+    ),
     "the keys before are forgotten in the sum": ("total * shrink + p.sum", "p.sum", 5),
     "p is under the new maximum already": (
         "total * shrink + p.sum(axis=1, keepdims=True)",

@@ -29,6 +29,7 @@ WRONG = {
     "only that of the new piece": {3: "scores.max(axis=1, keepdims=True)"},
     "or -inf less -inf": {3: "top"},
     "24 tokens, large scores: off by nan": {3: "np.maximum(top, scores.max())"},
+    "the new maximum is not taken off": {4: "np.exp(top)"},
     "is left as it was": {4: "1.0"},
     "attention, 1 rank, 24 tokens: off by nan": {4: "np.exp(now - top)"},
     "large scores: off by nan": {4: "np.exp(top) / np.exp(now)"},
