@@ -66,8 +66,8 @@ def no_f() -> None:
             f"loss of step {step + 1:2}: right {right[0][step]:.6f}, without f {wrong[0][step]:.6f}"
         )
     print(
-        "No error, and another model. Gradients of step 1 on rank 0, relative error, from the "
-        "end of the model:"
+        "No error, and another model. Gradients of step 1 on rank 0, relative error (expected "
+        "0.00%), from the end of the model:"
     )
     for name in reversed(right[1]):
         if name.endswith("weight"):
@@ -83,6 +83,7 @@ def straddle() -> None:
     width = 8
     q, k, v = (draw.normal(size=(1, heads, t, width)) for _ in range(3))
     right = ops.causal_attention(q, k, v).data
+    print("three heads on two ranks, head 1 cut in the middle; expected: each head off by 0.0%")
     # rank 0: head 0, half of head 1
     pieces = {0: [slice(0, 8)], 1: [slice(0, 4), slice(4, 8)], 2: [slice(0, 8)]}
     for head, parts in pieces.items():
@@ -166,8 +167,8 @@ def local_softmax() -> None:
     for rank, (own, right) in enumerate(md.run(job, size=3)):
         print(f"rank {rank}: its own slice's loss {own:.4f}, the vocabulary's {right:.4f}")
     print(
-        "a softmax over fewer ids is surer than it should be: the sum of exp must come from all "
-        "ranks"
+        "a softmax over fewer ids gives each too much probability: the sum of exp must come from "
+        "all ranks"
     )
 
 

@@ -82,8 +82,11 @@ def _columns(exercise: ModuleType, heads: int, rank: int, size: int) -> Result:
         },
         signs={
             "head numbers, not columns": len(ours) == 3 * len(head_by_head),
-            "queries alone": len(ours) == len(target) // 3,
+            "only the queries": len(ours) == len(target) // 3,
             "in another order": sorted(ours) == sorted(target),
+            f"the {width} columns of a head lie side by side": ours[:width]
+            != list(range(ours[0], ours[0] + width))
+            and len(ours) == len(target),
             f"no keys, or no values: the keys begin at column {heads * width}": not any(
                 heads * width <= column < 2 * heads * width for column in ours
             )
@@ -147,13 +150,13 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
         {
             "every rank adds the bias: it counts P times": y + (size - 1) * bias,
             "the bias is missing": y - bias,
-            "summands are not added up": part + bias,
+            "partial sums are not added up": part + bias,
             "a mean, not a sum": (y - bias) / size + bias,
-            "the largest of the ranks' summands, not their sum": np.max(parts, axis=0) + bias,
-            "neither summands added up nor the bias": part,
+            "the largest of the ranks' partial sums, not their sum": np.max(parts, axis=0) + bias,
+            "neither partial sums added up nor the bias": part,
         },
-        "is a rank's product a part of y, or a summand? And how often may the bias be in y? section "
-        "1 (hole 3)",
+        "is a rank's product some columns of y, or a partial sum? And how often may the bias be in "
+        "y? section 1 (hole 3)",
     )
     inner = (w["dy"] @ w["down"][own].T) * (w["x"] @ w["up"][:, own] > 0)
     dx = leaf["x"].grad
@@ -164,7 +167,7 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
         ranks,
         "dx",
         {
-            "f forgotten: this rank's columns alone": inner @ w["up"][:, own].T,
+            "f forgotten: only this rank's columns": inner @ w["up"][:, own].T,
             "a mean, not a sum": dx / size,
             "relu's gradient is missing": w["dy"] @ w["down"].T @ w["up"].T,
             "the largest of the ranks' gradients, not their sum": np.max(
@@ -375,8 +378,9 @@ def _traffic(exercise: ModuleType, blocks: int, tokens: int, width: int, ranks: 
             "that is with blocks computed again": target // 2 * 3,
             "one all-reduce a block": target // 4,
             "numbers of a message, not sent": target // (2 * (ranks - 1)),
-            "forward or backward alone": target // 2,
+            "only half: forward or backward only, or one of the ring's two rounds": target // 2,
             "a ring of P ranks has P - 1 steps each way": target // (ranks - 1) * ranks,
+            "bytes of float64, not numbers": target * 8,
             "one block, not all": target // blocks,
         },
     )

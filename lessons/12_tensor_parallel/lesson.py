@@ -148,7 +148,7 @@ def shapes(group: Group, page: Page) -> None:
 # ------------------------------------------------------------------------------------------ 3 equal
 
 CASES = {
-    "as CONFIG": {},
+    "plain GPT": {},
     "tied, rotary, rms, gated": {
         "tied": True,
         "positions": "rotary",

@@ -115,7 +115,7 @@ def _numbers(name: str, *shape: int) -> np.ndarray:
 
 
 MISTAKES = {
-    "that of the new piece alone": (
+    "only that of the new piece": (
         "np.maximum(top, scores.max(axis=1, keepdims=True))",
         "scores.max(axis=1, keepdims=True)",
         3,
@@ -128,6 +128,11 @@ MISTAKES = {
     "what was summed under the old maximum is left as it was": (
         "shrink = np.exp(top - now)",
         "shrink = 1.0",
+        4,
+    ),
+    "the new maximum is not taken off the old one": (
+        "shrink = np.exp(top - now)",
+        "shrink = np.exp(top)",
         4,
     ),
     "the keys before are forgotten in the sum": ("total * shrink + p.sum", "p.sum", 5),
@@ -242,6 +247,13 @@ def _positions(exercise: ModuleType) -> Iterator[Result]:
                 "every rank-th token; a rank has two blocks": [
                     list(range(rank, length, ranks)) for rank in range(ranks)
                 ],
+                "a rank's two blocks do not lie side by side": [
+                    list(range(own[0], own[0] + len(own))) for own in target
+                ],
+                "numbers of blocks, not positions of tokens": [
+                    [number for number, _ in own_blocks(length, rank, ranks)]
+                    for rank in range(ranks)
+                ],
                 "positions begin at 0": [[place + 1 for place in own] for own in target],
             },
             signs={
@@ -279,6 +291,7 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
             "keys and values are two": ranks - 1,
             "keys and values are two, and a rank has its own piece already": ranks,
             "that is forward and backward": 4 * (ranks - 1),
+            "that is of all ranks, not of one": 2 * ranks * (ranks - 1),
         },
     )
     yield expect(
@@ -292,6 +305,8 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
             "the gradients have one hop more: home": 4 * (ranks - 1),
             "that is forward's": 2 * (ranks - 1),
             "keys and values stop one hop earlier": 4 * ranks,
+            "keys and values are two, each stops one hop earlier": 4 * ranks - 1,
+            "their gradients are two, like keys and values": 3 * ranks - 2,
         },
     )
 

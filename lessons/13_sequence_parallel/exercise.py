@@ -66,7 +66,7 @@ def positions_for_rotary(length, rank, ranks):
 
 def blocks_sent(ranks):
     """Return how much a rank sends for attention (forward, backward), in blocks of its own tokens'
-    keys, or values: section 4."""
+    keys, or values: section 4.1."""
     forward = hole(8, "keys and values: how many hops?", ranks)
     backward = hole(
         9, "the same again, and their gradients, which must also return to their rank", ranks

@@ -150,7 +150,7 @@ MISTAKES = {
         "1)[0]",
         "4, 5, 8",
     ),
-    "summands are not added up: only this rank's rows": (
+    "partial sums are not added up: only this rank's rows": (
         'tp.all_reduce(inner @ down, algorithm="ring")',
         "inner @ down",
         "6",
@@ -160,7 +160,7 @@ MISTAKES = {
         "dinner @ up.T",
         "7",
     ),
-    "a mean of summands": (
+    "a mean of partial sums": (
         'tp.all_reduce(inner @ down, algorithm="ring")',
         "tp.all_reduce(inner @ down) / tp.size",
         "6",
@@ -327,6 +327,8 @@ def _run(world: Group, exercise: ModuleType, shape: dict[str, int]) -> dict[str,
             "none": (mesh["pp", "tp"], False),
             "all": (mesh["dp", "pp", "tp"], first),
             "tp": (mesh["tp"], first),
+            "pp": (mesh["pp"], first),
+            "dp, tp": (mesh["dp", "tp"], first),
             "own": (None, first),
         }.items()
     }
@@ -344,6 +346,8 @@ def _norm(shape: dict[str, int], ranks: list[dict[str, Any]]) -> Result:
         "replicas have the same gradient: each number counts dp times": "all",
         "only this rank's part": "own",
         "the other stages are missing": "tp",
+        "the parts of the other ranks of tp are missing": "pp",
+        "the other stages are missing, and replicas count again": "dp, tp",
     }
     return judge(
         f"norm on {_name(shape)}",

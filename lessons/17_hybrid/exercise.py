@@ -49,8 +49,8 @@ def plain_hybrid(dp, pp, tp, inputs, targets, up, down, lr):
     dp, pp and tp are this rank's groups. The numbers are those of N0:452.
     """
     mine = np.array_split(
-        np.arange(len(inputs)), hole(4, "into how many parts? (section 1, step 0)")
-    )[hole(5, "which of them? (section 1, step 0)")]
+        np.arange(len(inputs)), hole(4, "into how many parts? (section 1, step 1)")
+    )[hole(5, "which of them? (section 1, step 1)")]
     # 1.1 the first half's activations
     x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)
     inner = np.maximum(x @ up, 0)  # up: own columns of the own stage

@@ -13,7 +13,7 @@ WRONG = {
         2: "np.array_split(np.arange(3 * heads * head_width), size)[rank]",
     },
     "head numbers, not columns": {1: "mine"},
-    "queries alone": {2: "queries"},
+    "only the queries": {2: "queries"},
     "three times the queries": {2: "np.concatenate([queries, queries, queries])"},
     "the keys begin at column 16": {
         2: "np.concatenate([queries + third * head_width for third in range(3)])"
@@ -25,12 +25,13 @@ WRONG = {
         2: "np.concatenate([queries + third * heads * head_width for third in (0, 2, 1)])"
     },
     "it counts P times": {3: "group.all_reduce(active @ down + bias)"},
+    "lie side by side": {1: "(mine[:, None] + heads * np.arange(head_width)).ravel()"},
     "the bias is missing": {3: "group.all_reduce(active @ down)"},
-    "summands are not added up": {3: "active @ down + bias"},
+    "partial sums are not added up": {3: "active @ down + bias"},
     "not that of the own rows": {4: "active.T @ dy / group.size"},
     "f forgotten": {5: "dinner @ up.T"},
     "a mean, not a sum": {5: "group.all_reduce(dinner @ up.T) / group.size"},
-    "the largest of the ranks' summands": {3: 'group.all_reduce(active @ down, "max") + bias'},
+    "the largest of the ranks' partial sums": {3: 'group.all_reduce(active @ down, "max") + bias'},
     "the largest of the ranks' gradients": {5: 'group.all_reduce(dinner @ up.T, "max")'},
     "relu's gradient is missing": {5: "group.all_reduce(dy @ down.T @ up.T)"},
     "a mean over the rows": {6: "dy.mean(axis=0)"},
@@ -53,7 +54,8 @@ WRONG = {
     "more travels": {
         7: 'group.all_reduce(logits.max(axis=1), "max") + 0 * group.all_reduce(targets)'
     },
-    "forward or backward alone": {10: "2 * (ranks - 1) * 2 * blocks * tokens * width"},
+    "bytes of float64": {10: "2 * (ranks - 1) * 4 * blocks * tokens * width * 8"},
+    "forward or backward only": {10: "2 * (ranks - 1) * 2 * blocks * tokens * width"},
     "a ring of P ranks has P - 1 steps": {10: "2 * ranks * 4 * blocks * tokens * width"},
     "one block, not all": {10: "2 * (ranks - 1) * 4 * tokens * width"},
     "numbers of a message": {10: "4 * blocks * tokens * width"},
