@@ -93,8 +93,7 @@ def backward_mistake(error: BaseException) -> tuple[str, str]:
     if "has no attribute 'backward'" in told or "no tensor that this one was computed" in told:
         return (
             "backward needs the output with its tape, and the input, whose gradient is sent",
-            "which two things must be kept, and in which order does the second loop take them? "
-            "section 1",
+            "keep both, in the order (x, y): section 1",
         )
     return "", ""
 
