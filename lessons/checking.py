@@ -75,6 +75,29 @@ def parity(
     return Result(task, False, wanted, f"off by {error:.1e}", mistake, advice)
 
 
+def backward_mistake(error: BaseException) -> tuple[str, str]:
+    """Return (mistake, advice) of a stage whose backward cannot begin; ("", "") if `error` tells of
+    something else."""
+    told = str(error)
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+        told += f"; {error}"
+    if "a loss must be one number" in told:
+        return (
+            "only the last rank's y is a loss; every other rank begins with the gradient of its "
+            "output",
+            "which rank has that gradient? section 1",
+        )
+    if "a Tensor has no 'base'" in told:
+        return "backward takes an array, not a tensor", "a received array is one: section 1"
+    if "has no attribute 'backward'" in told or "no tensor that this one was computed" in told:
+        return (
+            "backward needs the output with its tape, and the input, whose gradient is sent",
+            "keep both, in the order (x, y): section 1",
+        )
+    return "", ""
+
+
 def replicas(task: str, ranks: Sequence[np.ndarray], mistake: str, advice: str) -> Result:
     """Return a Result that passes if every rank's array is rank 0's, to 1e-12 of its largest
     number."""

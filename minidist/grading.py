@@ -127,6 +127,17 @@ class Grade:
         ]
         return f"{len(left)} of {len(self.holes)} holes left: {', '.join(left)}" if left else ""
 
+    def other_mistakes(self) -> list[Result]:
+        """Return the mistakes of holes that the last result does not tell: without the holes of one
+        mistake that several make together, because each alone gives another one."""
+        told = self.results[-1] if self.results else None
+        together = told.holes if told and len(told.holes) > 1 else ()
+        return [
+            hole.result
+            for hole in self.holes
+            if hole.result and hole.result != told and hole.number not in together
+        ]
+
     def as_json(self) -> dict[str, Any]:
         """Return the grade for `--json`."""
         return {**asdict(self), "passed": self.passed}
@@ -434,12 +445,17 @@ def _by_hole(
 def _told(result: Result, blamed: tuple[int, ...], task: str) -> Result:
     """Return a mistake of hole `blamed`: as the check names it, unless the check's text is about
     other holes."""
-    spans = re.findall(r"(\d+)(?: to (\d+))?", " ".join(_HOLES.findall(result.advice)))
-    named = {hole for first, last in spans for hole in range(int(first), int(last or first) + 1)}
+    named = _suspected(result)
     advice = _HOLES.sub("", result.advice).strip().rstrip(":")
     if named and not named & set(blamed):
         return replace(result, mistake="", advice=task, holes=blamed)
     return replace(result, advice=advice, holes=blamed)
+
+
+def _suspected(result: Result) -> set[int]:
+    """Return the holes that the check suspects of a mistake."""
+    spans = re.findall(r"(\d+)(?: to (\d+))?", " ".join(_HOLES.findall(result.advice)))
+    return {hole for first, last in spans for hole in range(int(first), int(last or first) + 1)}
 
 
 _HOLES = re.compile(r"[:,]? ?\(holes? [^)]*\)")
@@ -452,9 +468,20 @@ def _blamed(result: Result, graded: tuple[HoleGrade, ...]) -> Result:
     wrong = [hole for hole in graded if hole.result]
     if not wrong:
         return result
-    several = _told(result, tuple(hole.number for hole in wrong), "")
+    for hole in wrong:
+        # this hole alone gives the same, so the other wrong holes have no part in it
+        if hole.result and _seen(hole.result) == _seen(result):
+            return hole.result
+    numbers = tuple(hole.number for hole in wrong)
+    suspected = tuple(number for number in numbers if number in _suspected(result))
+    several = _told(result, suspected if len(suspected) > 1 else numbers, "")
     told_apart = len(wrong) > 1 and several.mistake and result.mistake != NOT_FILLED
     return several if told_apart else wrong[0].result or result
+
+
+def _seen(result: Result) -> tuple[str, str, str]:
+    """Return what tells two mistakes apart, whatever their holes."""
+    return result.task, result.target, result.measured
 
 
 def holes_text(numbers: tuple[int, ...]) -> str:

@@ -186,6 +186,43 @@ def test_advice_for_another_hole_is_not_given(tmp_path: Path) -> None:
     assert found.results[-1].line() == "hole 2: two: 3, target 2: the second number"
 
 
+TOGETHER = """
+from minidist.grading import expect
+def grade(exercise):
+    yield expect("product", 4, exercise.one() * exercise.two(), "not four", "section 1 (holes 1, 2)")
+    yield expect("three", 3, exercise.three(), "not three", "section 2 (hole 3)")
+ANSWERS = {1: '2', 2: '2', 3: '3'}
+"""
+
+
+def of_three(folder: Path, one: str, two: str, three: str):
+    template = TEMPLATE + 'def three():\n    return hole(3, "the third number")\n'
+    (folder / "exercise.py").write_text(template)
+    (folder / "check.py").write_text(TOGETHER)
+    student = template
+    for word, answer in (("first", one), ("second", two), ("third", three)):
+        number = ["first", "second", "third"].index(word) + 1
+        student = student.replace(f'hole({number}, "the {word} number")', answer)
+    (folder / "mine.py").write_text(student)
+    return grade("99", folder / "check.py", folder / "mine.py")
+
+
+def test_a_mistake_of_two_holes_together_is_told_once(tmp_path: Path) -> None:
+    found = of_three(tmp_path, "3", "5", "4")
+    assert found.results[-1].line() == ("holes 1, 2: product: 15, target 4: not four: section 1")
+    # each alone gives 6 or 10, which nobody has seen
+    assert [other.line() for other in found.other_mistakes()] == [
+        "hole 3: three: 4, target 3: not three: section 2"
+    ]
+    assert [hole.state for hole in found.holes] == ["wrong"] * 3
+
+
+def test_a_mistake_of_one_hole_blames_no_other(tmp_path: Path) -> None:
+    found = of_three(tmp_path, "3", "2", "4")
+    assert found.results[-1].line() == "hole 1: product: 6, target 4: not four: section 1"
+    assert [other.holes for other in found.other_mistakes()] == [(3,)]
+
+
 def test_a_mistake_outside_the_holes_blames_none(tmp_path: Path) -> None:
     student = TEMPLATE.replace('hole(1, "the first number")', "1 + 0") + "x = 1 / 0\n"
     assert by_hole(tmp_path, student).holes == ()

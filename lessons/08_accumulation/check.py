@@ -37,6 +37,14 @@ ANSWERS = {
 MISTAKES = {
     "mean of means": "a pass with few rows counts as much as one with many: divide every pass by the "
     "same number of tokens: section 2 (holes 2 to 4)",
+    "mean of the passes' means": "a pass with few rows counts as much as one with many: divide every "
+    "pass by the same number of tokens, and by nothing else: section 2 (holes 2 to 4)",
+    "mean of the means of passes and ranks": "a pass with few rows counts as much as one with many: "
+    "divide every pass by the same number of tokens, and by nothing else: section 2 (holes 2 to 4)",
+    "divided by rows, not tokens": "a row has several tokens, and the loss is a sum over tokens: "
+    "section 2 (holes 2 to 4)",
+    "this rank's tokens times the ranks": "ranks have different numbers of rows: divide on every rank "
+    "by the tokens of the whole batch: section 2 (holes 2 to 4)",
     "this rank's tokens": "ranks have different numbers of rows: divide on every rank by the same "
     "number of tokens: section 2 (holes 2 to 4)",
     "averaged twice": "the gradient is {passes} times too small: what the loss was divided by counts "
@@ -133,6 +141,10 @@ def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
             for micro in micros:
                 divisor = {
                     "mean of means": micro.targets.size,
+                    "mean of the passes' means": micro.targets.size * passes,
+                    "mean of the means of passes and ranks": micro.targets.size * passes * size,
+                    "divided by rows, not tokens": SEQUENCES,
+                    "this rank's tokens times the ranks": mine.targets.size * size,
                     "this rank's tokens": mine.targets.size,
                     "averaged twice": tokens * passes,
                     "averaged over the ranks too": tokens * size,
@@ -176,7 +188,7 @@ def _counts(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
         (one, STEPS),
         (reduced, steps),
         "not reduced once",
-        "a rank's own passes add up at home; the sum travels once, "
+        "a rank's own passes add up locally; the sum travels once, "
         "after the last: section 4 (holes 3 and 4)",
         signs={
             "steps after every pass": Mistake(steps == STEPS * passes != STEPS, later),

@@ -138,7 +138,8 @@ def memory(page: Page) -> None:
     for passes, peak in found.items():
         formula = found[1]["activations"] / passes
         sizes = [
-            size_text(peak[name]) for name in ("parameters", "gradients", "activations", "total")
+            size_text(peak[name])
+            for name in ("parameters", "gradients", "optimizer", "activations", "total")
         ]
         rows.append(
             [
@@ -156,13 +157,15 @@ def memory(page: Page) -> None:
             "rows a pass",
             "parameters",
             "gradients",
+            "Adam",
             "activations",
             "total",
             "activations / A",
             "",
         ],
         rows,
-        note="no second gradient buffer: a pass adds to what is there",
+        note="no second gradient buffer: a pass adds to what is there; each column has its own "
+        "peak, and the total includes temporary arrays",
     )
 
 

@@ -77,6 +77,12 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
             for loop in (plain_mixed_precision, exercise.plain_mixed_precision)
         )
         right = bool(np.allclose(found, target, rtol=1e-6, atol=0))
+
+        def unscaled(found: np.ndarray = found) -> bool:
+            """Return whether there was no scale at all."""
+            alone, _, _ = _trained(plain_mixed_precision, 1.0)
+            return bool(np.allclose(found, alone, rtol=1e-6, atol=0))
+
         yield judge(
             f"{what}: masters after {STEPS} steps",
             right,
@@ -87,6 +93,9 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
             signs={
                 f"the model computes with {dtype}": Mistake(
                     dtype != half, f"its weights were {half}, and must stay so: section 2 (hole 1)"
+                ),
+                "backward began with 1: no loss scale": Mistake(
+                    unscaled, "small gradients become zero on the way: section 3 (holes 2, 4)"
                 ),
                 **_signs(found - start, target - start, stale=np.array_equal(weights, drawn)),
             },

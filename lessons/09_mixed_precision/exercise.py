@@ -4,6 +4,7 @@ weights.
 Copy this file (`minidist lesson 09 --copy DIR`), replace each `hole(...)` by your own code, and
 grade it: `minidist check 09 DIR/exercise_09.py`. What you may use:
 
+    p.data[...] = array                  writes numbers into p.data, which keeps its dtype
     np.isfinite(x)                       false for infinities and NaN, element by element
     group.all_gather(np.array([x]))      the ranks' numbers, in rank order, the same on every rank
 """
@@ -22,28 +23,29 @@ def plain_mixed_precision(model, masters, optimizer, batches, scale):
         for p, master in zip(model.parameters(), masters, strict=True):
             hole(
                 1,
-                "2 weights of half the bytes: what must p.data hold when forward begins? (section "
-                "2)",
+                "(the notes' step 2) weights of half the bytes: what must p.data hold when forward "
+                "begins? (section 2)",
                 p,
                 master,
             )
             p.zero_grad()
-        loss = model.loss(inputs, targets, divisor=targets.size)  # 3 forward in low precision
+        loss = model.loss(inputs, targets, divisor=targets.size)  # step 3: forward in low precision
         loss.backward(
             np.asarray(hole(2, "with which gradient does backward begin? (section 3)"), "float32")
         )
         gradients = [
             hole(
                 3,
-                "4 a float16 p.grad: what first, so that its small numbers survive? (section 3)",
+                "(the notes' step 4) a float16 p.grad: what first, so that its small numbers "
+                "survive? (section 3)",
                 p,
             )
             for p in model.parameters()
         ]
         for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = hole(4, "  and then the true gradient (section 3)", gradient)
-        if hole(5, "  may the masters move? (section 4)", gradients):
-            optimizer.step()  #   the masters move
+            master.grad = hole(4, "(step 4) and then the true gradient (section 3)", gradient)
+        if hole(5, "(step 4) may the masters move? (section 4)", gradients):
+            optimizer.step()  # the masters move
         else:
             scale /= 2
 

@@ -15,7 +15,7 @@ from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.comm.group import Group
 from minidist.console import plural
 from minidist.grading import Result, expect, sent_since, totals
-from minidist.lessons.checking import on_ranks
+from minidist.lessons.checking import backward_mistake, on_ranks
 from minidist.parallel.pipeline.model_parallel import ModelParallel, plain_model_parallel
 
 LAYERS = 5
@@ -104,7 +104,10 @@ class Watched:
             if x is None:
                 yield f"rank {rank} sends None to rank {dst}: that tensor has no gradient"
             elif isinstance(x, Tensor):
-                yield f"rank {rank} sends a tensor to rank {dst}; arrays travel, tapes stay"
+                yield (
+                    f"rank {rank} sends a tensor to rank {dst}; arrays travel, tapes stay: y.data is "
+                    "the array of y"
+                )
 
 
 def _job(group: Group, exercise: ModuleType, watched: dict[int, Watched]) -> dict[str, Any]:
@@ -178,7 +181,10 @@ def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
         )
     # whatever the student's code raises, the ranks show what they sent and got
     except Exception as error:
+        advice = "which tensor begins this rank's tape, and what has it after backward? section 1"
         if (wrong := next(_all_mistakes(watched), None)) is None:
+            wrong, advice = backward_mistake(error)
+        if not wrong:
             raise
         yield Result(
             f"a step on {plural(size, 'rank')} ends",
@@ -186,7 +192,7 @@ def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
             "every rank returns",
             type(error.__cause__ or error).__name__,
             wrong,
-            "which tensor begins this rank's tape, and what has it after backward? section 1",
+            advice,
         )
         return
     yield Result(
@@ -230,7 +236,7 @@ def _formulas(exercise: ModuleType) -> Iterator[Result]:
         target = 2 * (ranks - 1) * sequences * 16 * 32 * 4
         measured = exercise.bytes_sent(ranks, sequences, 16, 32, 4)
         yield expect(
-            f"bytes of {ranks} ranks",
+            f"bytes of {plural(ranks, 'rank')}",
             target,
             measured,
             "another number",

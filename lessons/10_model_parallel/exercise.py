@@ -7,8 +7,9 @@ grade it: `minidist check 10 DIR/exercise_10.py`. What you may use:
     group.send(x, dst=r), group.recv(src=r)     an array to or from rank r
     tensor(array, requires_grad=True)           the start of a tape, whose .grad is there after
                                                 backward
-    y.backward(dy)                              backward from y, whose gradient is dy; a loss needs
-                                                none
+    y.data                                      the array of a tensor y
+    y.backward(dy)                              backward from y, whose gradient is dy, an array; a
+                                                loss needs none
 """
 
 from minidist.autograd.tensor import tensor  # noqa: F401 - you will want it

@@ -50,9 +50,9 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
         13.5,
         5.2,
         "One step of model parallelism on 4 ranks, as recorded",
-        f"GPT of {CONFIG.layers} layers, 2 on each rank, width {CONFIG.width}; the quickest of "
-        f"{ROUNDS * STEPS} steps. At any moment one rank computes. Circled: the notes' step "
-        "(N0:222); ①, the cut, was made before.",
+        f"GPT of {CONFIG.layers} layers, 2 on each rank, width {CONFIG.width}; quickest of "
+        f"{ROUNDS * STEPS} steps. One rank at a time goes forward or backward. Circled: the notes' step "
+        "(N0:222); ①, the cut, comes before.",
     )
     _gantt(figure.add_axes((0.06, 0.14, 0.6, 0.6)), recorded[str(SIZES[-1])])
     _lengths(figure.add_axes((0.735, 0.56, 0.25, 0.2)), recorded)

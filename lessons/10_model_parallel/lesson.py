@@ -218,7 +218,8 @@ def waiting(group: Group, page: Page) -> None:
             ["2 on each rank", f"{lab.idle(spans):.1%}", f"{ideal:.1%}"],
             [f"{', '.join(map(str, last))}", f"{lab.idle(uneven):.1%}", f"{ideal:.1%}"],
         ],
-        note="one rank works at a time, so the split of the layers changes memory and no time",
+        note="one rank works at a time, so the split of the layers changes memory and no time; a "
+        "busy machine adds idle time",
     )
 
 
@@ -338,6 +339,7 @@ def everybody_receives() -> None:
             mine.forward(1, x, targets=batch[1]).backward()
             group.send(x.grad, dst=0)
 
+    print("expected: both ranks end")
     md.run(job, size=2)
 
 

@@ -16,7 +16,7 @@ from minidist.comm.group import Group
 from minidist.console import plural
 from minidist.errors import GradientError, ScheduleError
 from minidist.grading import Result, expect
-from minidist.lessons.checking import Lane, on_ranks, timelines
+from minidist.lessons.checking import Lane, backward_mistake, on_ranks, timelines
 from minidist.parallel.pipeline.instructions import (
     RECEIVES,
     Backward,
@@ -128,14 +128,23 @@ def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
 
     task = f"GPipe, {plural(ranks, 'rank')}: the gradient of each stage"
     target = alone(batch)
-    found = on_ranks(
-        job,
-        size=ranks,
-        task=task,
-        target="every rank returns",
-        mistake="the ranks wait for each other",
-        advice="each receive needs its send, on the stage it names: section 1 (holes 1 to 3)",
-    )
+    try:
+        found = on_ranks(
+            job,
+            size=ranks,
+            task=task,
+            target="every rank returns",
+            mistake="the ranks wait for each other",
+            advice="each receive needs its send, on the stage it names: section 1 (holes 1 to 3)",
+        )
+    # whatever the student's code raises, the check may know where it comes from
+    except Exception as error:
+        mistake, advice = backward_mistake(error)
+        if not mistake:
+            raise
+        raised = type(error.__cause__ or error).__name__
+        yield Result(task, False, "every rank returns", raised, mistake, advice)
+        return
     same = [
         mine is not None and np.allclose(mine, right)
         for mine, right in zip(found, target, strict=True)
@@ -262,6 +271,7 @@ def _messages(exercise: ModuleType) -> Iterator[Result]:
                     target is None
                 ),
                 "it would use what has not come": measured is None,
+                "it returned no message": not isinstance(measured, RECEIVES),
                 "another microbatch's message": getattr(measured, "microbatch", None)
                 != getattr(target, "microbatch", None),
                 f"a {kind} needs the other kind of message": type(target) is not type(measured),

@@ -2,7 +2,16 @@
 
 Copy this file (`minidist lesson 11 --copy DIR`), replace each `hole(...)` by your own code, and
 grade it: `minidist check 11 DIR/exercise_11.py`. Rank r has stage r of `ranks`; microbatches are
-numbered from 0.
+numbered from 0. What you may use:
+
+    y.backward(dy)                     backward from y, whose gradient is dy, an array
+    group.send(x, dst=r)               sends an array to rank r
+    group.recv(src=r)                  receives an array from rank r
+    Forward(stage, microbatch)         the forward of a microbatch on a stage; Backward alike
+    RecvActivation(stage, microbatch)  this stage receives the activation of a microbatch from the
+                                       previous stage
+    RecvGradient(stage, microbatch)    this stage receives the gradient of a microbatch from the
+                                       next stage
 """
 
 from minidist.autograd.tensor import tensor

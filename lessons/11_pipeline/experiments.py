@@ -178,14 +178,17 @@ LETTERS = {
 
 
 def as_text(clock: Clock, *, cell: float = 1.0) -> list[str]:
-    """Return each rank's line: F2 is a forward of microbatch 2, B2, I2, W2 are its backwards; one
-    column per `cell` of time."""
+    """Return each rank's line: F2 is a forward of microbatch 2, B2, I2, W2 are its backwards, in
+    small letters on the rank's second stage; one column per `cell` of time."""
     lines = []
     for rank in range(clock.ranks):
         cells = [".."] * round(clock.length / cell)
         for span in clock.spans:
             if span.rank == rank:
-                name = f"{LETTERS[span.instruction.word]}{span.instruction.microbatch}"
+                letter = LETTERS[span.instruction.word]
+                if span.instruction.stage >= clock.ranks:
+                    letter = letter.lower()
+                name = f"{letter}{span.instruction.microbatch}"
                 first = round(span.start / cell)
                 last = round(span.stop / cell)
                 cells[first:last] = [name] * (last - first)

@@ -155,6 +155,12 @@ def charts(ranks: int, page: Page) -> None:
         for line in lab.as_text(clock, cell=lab.times_of(name).forward):
             page.say(f"    {line}" if len(line) < 105 else f"    {line[:100]} …")
         page.say()
+    page.say(
+        "A column is one forward of one stage. Where a rank has two stages (interleaved, ZB-V, "
+        "DualPipe-V),"
+    )
+    page.say("a column is half as long, and small letters are the second stage.")
+    page.say()
 
 
 def bubbles(group: Group, page: Page) -> None:

@@ -96,8 +96,7 @@ def show(result: Grade, title: str) -> None:
     console.print(first.line() if first else "nothing was graded", markup=False)
     if first and first.picture:
         console.print(f"\n{first.picture}\n", markup=False, no_wrap=True, overflow="crop")
-    for hole in result.holes:
-        if hole.result and hole.result != first:
-            console.print(hole.result.line(), markup=False)
+    for other in result.other_mistakes():
+        console.print(other.line(), markup=False)
     if any(hole.state != "open" for hole in result.holes):
         console.print(result.summary(), markup=False)

@@ -28,7 +28,10 @@ WRONG = {
         3: "loss.backward()\noptimizer.step()",
         4: SUM + "\noptimizer.zero_grad()",
     },
-    "wrong weights": {2: "len(targets)"},
+    "divided by rows, not tokens": {2: "len(targets)"},
+    "this rank's tokens times the ranks": {2: "mine.targets.size * group.size"},
+    "mean of the passes' means": {2: "micro.targets.size", 3: "(loss / passes).backward()"},
+    "wrong weights": {2: "targets.size + 1"},
     "there is no gradient to sum": {3: "loss.backward()\noptimizer.zero_grad()"},
     "the gradient is 2 times too small": {3: "(loss / passes).backward()"},
     "averaged over the ranks too": {

@@ -16,6 +16,11 @@ WRONG = {
     "the model computes with float32": {1: "p.data = master.data"},
     "every step was skipped, or every gradient was 0": {1: "p.data[...] = master.data * scale"},
     "divided by a scale that was not there": {2: "1.0"},
+    "backward began with 1: no loss scale": {2: "1.0", 4: "gradient"},
+    "in which order are they widened": {
+        3: "p.grad / scale",
+        4: "np.asarray(gradient, 'float32')",
+    },
     "the masters moved the wrong way": {2: "-scale"},
     "divided while it has two bytes": {3: "p.grad"},
     "gradients of the masters: float64, target float32": {3: "np.asarray(p.grad, 'float64')"},

@@ -17,7 +17,9 @@ WRONG = {
     "takes no gradient": {2: "tensor(group.recv(src=group.rank - 1))"},
     "rank 1's layers get an array": {2: "group.recv(src=group.rank - 1)"},
     "did not get the output of those before": {2: "tensor(inputs, requires_grad=True)"},
-    "rank 0 sends a tensor to rank 1": {3: "group.send(y, dst=group.rank + 1)"},
+    "y.data is the array of y": {3: "group.send(y, dst=group.rank + 1)"},
+    "only the last rank's y is a loss": {4: "None"},
+    "backward takes an array, not a tensor": {4: "tensor(group.recv(src=group.rank + 1))"},
     "the last rank's layers": {3: "group.send(y.data * 2.0, dst=group.rank + 1)"},
     "more or less than each cut needs": {
         3: "group.send(y.data, dst=group.rank + 1)\ngroup.send(y.data, dst=group.rank)"
