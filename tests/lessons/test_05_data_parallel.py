@@ -15,6 +15,7 @@ WRONG = {
         "for r in range(len(replicas))]"
     },
     "each device has the whole batch": {1: "[inputs] * len(replicas)"},
+    "each part is one row": {1: "inputs"},
     "the tokens of each row are cut": {1: "np.array_split(inputs, len(replicas), axis=1)"},
     "a row is on two devices": {
         1: "[inputs[r * len(inputs) // len(replicas):][:-(-len(inputs) // len(replicas))] "
