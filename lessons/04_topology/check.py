@@ -198,6 +198,9 @@ def _all_reduce(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result
             advice = (
                 "the sum of each machine goes once into the leaders' sum: section 4 (holes 5, 6)"
             )
+        elif len(own) > 1 and [other for other in range(size) if counts[other]] == [rank]:
+            mistake = "a leader has its own array, not a sum"
+            advice = "not x, but what was added up from it: section 4 (holes 5, 6)"
         elif any(counts[other] == 0 for other in own):
             mistake = "a leader has lost its own machine's sum"
             advice = "the sums of all machines, this one's too: section 4 (holes 5, 6)"

@@ -130,6 +130,7 @@ def _rows(
         "R devices: the first rows % R get one row more, and the rows stay in their order: section 2, "
         "DP 1 (hole 1)",
         signs={
+            "each part is one row, not an array of rows": not shape,
             "the tokens of each row are cut, not the rows": shape != (CONFIG.context,),
             "each device has the whole batch": len(mine) > 1
             and all(part == every for part in mine),

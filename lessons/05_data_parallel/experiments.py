@@ -31,12 +31,12 @@ TALL = GPTConfig(vocabulary=256, context=64, layers=2, width=64, heads=4)  # to 
 PYTHON = GPTConfig(vocabulary=16, context=4, layers=12, width=8, heads=2)
 BLAS = GPTConfig(vocabulary=128, context=128, layers=1, width=256, heads=4)  # large ones: BLAS does
 
-PRODUCT = 4  # moments of one product on one thread, on the clock of products_on_a_clock
+PRODUCT = 4  # ticks of one product on one thread, on the clock of products_on_a_clock
 # of the clock: seconds of Python a call; a processor's speed without the lock
 HOLD = 10e-6
 FLOPS = 40e9
 BYTES = 4e9
-LINK = 1e9  # of the clock: bytes per second of a device's link, in and out together
+LINK = 1e9  # of the clock: bytes per second of a device's link, in each direction
 PARTS = ("dp passes", "dp link", "ddp passes", "ddp link")  # of a step on the clock
 
 
@@ -234,9 +234,10 @@ def step_on_a_clock(config: GPTConfig, ranks: int, *, sequences: int) -> dict[st
     """Return the seconds of a step without its update, DP's and DDP's, on the clock of
     turns_on_a_clock.
 
-    DP: the replicas share an interpreter; then what device 0 sends and receives (by its ledger)
-    goes over one link of LINK bytes per second. DDP: each rank has an interpreter and a link; its
-    ring's bytes (by the formula) travel after backward, without overlap.
+    DP: the replicas share an interpreter; what device 0 sends and receives (by its ledger) goes
+    over its link, one after the other: the model before forward, the gradients after backward.
+    DDP: each rank has an interpreter and a link; what its ring sends (by the formula) travels after
+    backward, without overlap, while as much arrives.
     """
     found = traffic(ranks, sequences, config)
     through = sum(found["sent"].values()) + sum(found["received"].values())
@@ -263,10 +264,10 @@ def wall_of(strategy: Any, config: GPTConfig, *, sequences: int, steps: int = 3)
 def products_on_a_clock(
     replicas: int, threads: int, *, processors: int = 2, count: int = 3, time_slice: int = 8
 ) -> tuple[int, int]:
-    """Return the moments until each replica has made `count` products, and the processors' moments
+    """Return the ticks until each replica has made `count` products, and the processors' ticks
     spent in waiting.
 
-    A product takes four moments of one BLAS thread; its parts are divided among the replica's
+    A product takes four ticks of one BLAS thread; its parts are divided among the replica's
     threads. The system gives the processors to all threads in turn, for a time slice. A thread that
     has made its part waits for the others of its product, and keeps its processor until the slice
     ends: BLAS's threads spin.

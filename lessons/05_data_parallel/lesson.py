@@ -313,9 +313,9 @@ def beside_ddp(group: Group, page: Page) -> None:
                 "DP / DDP",
             ],
             rows,
-            note=f"passes: as in section 5. Links carry {lab.LINK / 1e9:g} GB/s; DP's has all "
-            "that passes device 0, DDP's the ring's share. DDP hides most of that behind "
-            "backward, DP nothing",
+            note=f"passes: as in section 5. Links carry {lab.LINK / 1e9:g} GB/s each "
+            "way; device 0 sends, then receives; a rank of DDP's ring does both at once. DDP hides "
+            "most of that behind backward, DP nothing",
         )
         dp = lab.wall_of(DataParallel(new_model(lab.BLAS), group.size), lab.BLAS, sequences=8)
     group.barrier()
@@ -415,11 +415,11 @@ def too_many_threads() -> None:
     """Show thread thrashing (N1:39): four replicas, and in each BLAS uses more threads than there
     are processors."""
     for threads in (1, 4):
-        moments, waited = lab.products_on_a_clock(4, threads)
+        ticks, waited = lab.products_on_a_clock(4, threads)
         print(
             f"4 replicas with {threads} BLAS thread{'s' * (threads > 1)} each, 3 products each, "
-            f"on a clock with 2 processors: {moments} moments, expected {4 * 3 * lab.PRODUCT // 2}; "
-            f"{waited / 2 / moments:.0%} of the processors' time is spent in waiting"
+            f"on a clock with 2 processors: {ticks} ticks, expected {4 * 3 * lab.PRODUCT // 2}; "
+            f"{waited / 2 / ticks:.0%} of the processors' time is spent in waiting"
         )
         with threadpool_limits(threads, user_api="blas"):
             seconds = min(lab.products(4) for _ in range(2))
@@ -437,7 +437,7 @@ BREAKS = {
         update_the_replicas,
         says="step 4: the replicas are apart by 0.26",
     ),
-    "too-many-threads": Break(too_many_threads, says="100 moments, expected 24; 76% of the"),
+    "too-many-threads": Break(too_many_threads, says="100 ticks, expected 24; 76% of the"),
 }
 
 

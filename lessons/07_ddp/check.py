@@ -172,7 +172,9 @@ def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
             waits = self.group.waits
             super().ready(number, parameter)
             self.stood += self.group.waits > waits
-            if self.came[number] == len(self.buckets[number]) and number not in self.begun:
+            # finish() may have been called in ready()
+            came = self.came.get(number, 0)
+            if came == len(self.buckets[number]) and number not in self.begun:
                 self.behind.append(number)
 
         def start(self, number: int) -> None:

@@ -34,7 +34,8 @@ WRONG = {
         "src=(leaders.rank - k) % leaders.size) for k in range(1, leaders.size))"
     },
     "parts are added more than once": {5: "ring.plain_all_reduce(leaders, total) * leaders.size"},
-    "a leader has lost its own machine's sum": {6: "x"},
+    "a leader has its own array, not a sum": {6: "x"},
+    "a leader has lost its own machine's sum": {5: "ring.plain_all_reduce(leaders, x)"},
     "every rank in the sum once: parts are added more than once": {
         6: "ring.plain_all_reduce(node, total)"
     },

@@ -15,6 +15,7 @@ WRONG = {
         "for r in range(len(replicas))]"
     },
     "each device has the whole batch": {1: "[inputs] * len(replicas)"},
+    "each part is one row": {1: "inputs"},
     "the tokens of each row are cut": {1: "np.array_split(inputs, len(replicas), axis=1)"},
     "a row is on two devices": {
         1: "[inputs[r * len(inputs) // len(replicas):][:-(-len(inputs) // len(replicas))] "
@@ -105,7 +106,7 @@ def test_the_lock_on_a_clock_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "threads", "processors", "moments", "waited"),
+    ("replicas", "threads", "processors", "ticks", "waited"),
     [
         (4, 1, 2, 24, 0),
         (4, 4, 2, 100, 152),
@@ -116,11 +117,11 @@ def test_the_lock_on_a_clock_of_its_own() -> None:
     ],
 )
 def test_threads_that_spin_on_a_clock(
-    replicas: int, threads: int, processors: int, moments: int, waited: int
+    replicas: int, threads: int, processors: int, ticks: int, waited: int
 ) -> None:
-    """A product is four moments of work. Threads that have their processors waste none."""
+    """A product is four ticks of work. Threads that have their processors waste none."""
     lab = load_module(find("05").part("experiments.py"), "05")
-    assert lab.products_on_a_clock(replicas, threads, processors=processors) == (moments, waited)
+    assert lab.products_on_a_clock(replicas, threads, processors=processors) == (ticks, waited)
 
 
 def test_the_right_filling_passes(tmp_path: Path) -> None:

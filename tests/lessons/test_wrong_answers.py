@@ -88,6 +88,7 @@ WRONG: dict[str, list[dict[int, str]]] = {
     "05": [
         {1: "np.array_split(inputs, len(replicas))[::-1]"},
         {1: "[inputs] * len(replicas)"},
+        {1: "inputs"},
         {2: "copied.data[...] = 0.5 * original.data"},
         {2: "original.data[...] = copied.data"},
         {3: "[gathered.grad] * len(outputs)"},
@@ -115,6 +116,7 @@ WRONG: dict[str, list[dict[int, str]]] = {
     ],
     "07": [
         {1: "part.inputs.shape[0]"},
+        {4: "self.missing[number] -= 1\nif not self.missing[number]:\n    self.finish()"},
         {2: "group.all_reduce(p.grad)"},
         {2: "p.grad = p.grad * group.size"},
         {2: "p.data[...] = group.all_reduce(p.data) / group.size"},
