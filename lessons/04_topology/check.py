@@ -237,6 +237,7 @@ def _seconds(exercise: ModuleType) -> Iterator[Result]:
             (of, 0, 1.0, 1.0),
             (of, 800, 0.0, 1.0),
             (5, 3000, 50.0, 0.5),
+            (3, 100, 0.0, 1.0),  # chunks of no whole number of bytes on average
             (1, 9, 1.0, 1.0),
         ):
             target = 2 * (count - 1) * (alpha + nbytes / count * beta)
@@ -248,6 +249,7 @@ def _seconds(exercise: ModuleType) -> Iterator[Result]:
                 f"reduce-scatter and all-gather, a chunk a step: section 4 (hole {number})",
                 known={
                     "whole tensors round the ring": 2 * (count - 1) * (alpha + nbytes * beta),
+                    "a chunk is rounded down": 2 * (count - 1) * (alpha + nbytes // count * beta),
                     "half of the ring": target / 2,
                     "one step too many": 2 * count * (alpha + nbytes / count * beta),
                 },

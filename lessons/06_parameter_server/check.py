@@ -45,6 +45,15 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     yield from _bound(exercise)
     for workers, servers in ((3, 1), (4, 2)):
         yield from _traffic(exercise, workers, servers)
+    yield expect(
+        "10 bytes, 2 workers, 3 servers",
+        (40 / 3, 20.0),
+        tuple(exercise.link_bytes(10, 2, 3)),
+        "other numbers",
+        "the two formulas of section 3 (hole 7)",
+        known={"rounded down": (13, 20.0)},
+        same=np.allclose,
+    )
 
 
 def _keys(exercise: ModuleType, servers: int) -> Result:

@@ -47,6 +47,16 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     yield from _few_numbers(exercise)
     yield from _overflowed(exercise)
     yield _scale(exercise)
+    small = exercise.Scaler(1.0, 3)
+    small.update(True)
+    yield expect(
+        "the scale after an overflow, from 1",
+        0.5,
+        small.scale,
+        "another way",
+        "half of 1 is 0.5: section 4 (hole 8)",
+        known={"rounded down to zero": 0.0},
+    )
     yield from _clipped(exercise)
 
 
