@@ -25,7 +25,7 @@ from minidist.parallel.compress.local_steps import plain_diloco
 from minidist.parallel.step.step import Batch
 
 EXERCISE = Path(__file__).with_name("exercise.py")
-CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
+CONFIG = GPTConfig(vocabulary=61, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES = 7  # rows of every batch: three ranks have 3, 2 and 2
 STEPS = 4
 EVERY = 2

@@ -21,6 +21,7 @@ WRONG = {
     "zeros: nothing was added up": {1: "pass"},
     "not in rising order": {2: "np.argsort(-np.abs(residual))[:k]"},
     "not the largest": {2: "np.sort(np.argpartition(residual, -k)[-k:])"},
+    "not the largest: the positions": {2: "np.sort(np.argpartition(np.abs(residual), k)[-k:])"},
     "Add in place, by +=": {1: "residual = residual + gradient.reshape(-1)"},
     "numbers where positions are wanted": {2: "np.sort(np.abs(residual))[-k:]"},
     "places are cleared that only other ranks": {4: "residual[places] = 0"},
