@@ -79,7 +79,8 @@ class WatchedGroup:
 
     Attributes: overlapped: whether an all-gather was given a part of its own result. gathered: what
                 the all-gathers were given. sums: the arrays that reduce-scatters wrote to.
-                all_reduces: their number.
+                all_reduces: their number. new_sums, new_gathers: whether a reduce-scatter, an
+                all-gather was not told where to write, so its result is a new array.
     """
 
     def __init__(self, group: Group) -> None:
@@ -88,6 +89,8 @@ class WatchedGroup:
         self.gathered: list[Any] = []
         self.sums: list[Any] = []
         self.all_reduces = 0
+        self.new_sums = False
+        self.new_gathers = False
 
     @property
     def gathers_sums(self) -> bool:
@@ -103,11 +106,13 @@ class WatchedGroup:
         """Gather as the group does."""
         if out is not None and np.shares_memory(x, out):
             self.overlapped = True
+        self.new_gathers |= out is None
         self.gathered.append(x)
         return self.group.all_gather(x, out=out, **options)
 
     def reduce_scatter(self, x: Any, out: Any = None, **options: Any) -> Any:
         """Sum as the group does."""
+        self.new_sums |= out is None
         if out is not None:
             self.sums.append(out)
         return self.group.reduce_scatter(x, out=out, **options)
@@ -137,6 +142,15 @@ def wrong_gathers(ranks: list[dict[str, Any]], where: str) -> dict[str, Mistake]
             f"all_gather puts the new chunks one after the other: {where}",
         ),
     }
+
+
+def new_array(reader: str, where: str) -> tuple[str, str]:
+    """Return the mistake and the advice for a result that is in a new array, which `reader` does not
+    read."""
+    return (
+        "the result went into a new array",
+        f"{reader} uses the old array, and assigning to a name does not change it: use out=: {where}",
+    )
 
 
 def gathered(task: str, overlapped: bool, where: str) -> Result:

@@ -62,6 +62,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's ZeRO-1 for some steps."""
     model = new_model(CONFIG)
+    drawn = weights(model)
     given: list[tuple[int, bool]] = []
     read: list[Any] = []
     first = [0]
@@ -88,6 +89,8 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
         "right": flat.chunk_size,
         "begins": flat.chunk.start,
         "first": first[0],
+        "new_sums": watched.new_sums and bool(np.array_equal(weights(model), drawn)),
+        "new_gathers": watched.new_gathers,
         "unread": bool(watched.sums)
         and not any(np.shares_memory(grad, y) for grad in read for y in watched.sums),
         "gathers_sums": watched.gathers_sums,
@@ -122,14 +125,19 @@ def _owners(exercise: ModuleType, n: int, size: int) -> Result:
     mine = [
         (own.start, own.stop) for own in (exercise.chunk_of(n, rank, size) for rank in range(size))
     ]
-    owned = sum(stop - start for start, stop in mine)
+    owners = [sum(start <= number < stop for start, stop in mine) for number in range(n)]
+    nobody = next((number for number, count in enumerate(owners) if not count), None)
+    several = next((number for number, count in enumerate(owners) if count > 1), None)
     return expect(
         f"{n} weights on {size} ranks",
         target,
         mine,
         "wrong slices",
         "the first n % P ranks take one more, as numpy.array_split does: section 1 (hole 1)",
-        signs={"weights without an owner": owned < n},
+        signs={
+            f"weights without an owner: number {nobody} has no owner": nobody is not None,
+            f"number {several} has {owners[several or 0]} owners": several is not None,
+        },
     )
 
 
@@ -154,8 +162,10 @@ def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
             False,
             str(begins),
             str(first),
-            "another rank's chunk",
-            "each rank updates its own chunk of weights, flat.chunk: section 1 (hole 2)",
+            "another rank's chunk"
+            if any(first)
+            else "the whole vector was given, or rank 0's chunk",
+            "each rank updates its own chunk, weights[flat.chunk]: section 1 (hole 2)",
         )
     if given == right and any(rank["unread"] for rank in ranks):
         return Result(
@@ -178,17 +188,24 @@ def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _replicas(size: int, ranks: list[dict[str, Any]]) -> Result:
     """After a step all have the same weights."""
-    return replicas(
-        f"{size} ranks, replicas after {STEPS} steps",
-        [rank["weights"] for rank in ranks],
+    mistake, advice = (
         "the all-gather is missing",
         "each rank knows only its own new weights until they are shared: "
         "section 1, step 4 (hole 4)",
+    )
+    if any(rank["new_gathers"] for rank in ranks):
+        mistake, advice = lab.new_array("the model", "section 1, step 4 (hole 4)")
+    return replicas(
+        f"{size} ranks, replicas after {STEPS} steps",
+        [rank["weights"] for rank in ranks],
+        mistake,
+        advice,
     )
 
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     """And they are those of one process."""
+    nowhere, advice = lab.new_array("the optimizer", "section 1, step 2 (hole 3)")
     return parity(
         f"{size} ranks, weights",
         _alone(),
@@ -202,7 +219,10 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
                 "divided by all ranks' tokens already: section 1, step 2 (hole 3)",
             )
         },
-        signs=lab.wrong_gathers(ranks, "section 1, step 4 (hole 4)"),
+        signs={
+            nowhere: Mistake(any(rank["new_sums"] for rank in ranks), advice),
+            **lab.wrong_gathers(ranks, "section 1, step 4 (hole 4)"),
+        },
     )
 
 
@@ -217,7 +237,7 @@ def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
         measured,
         "wrong traffic",
         "a rank needs the sum of its own chunk only; with all sums on all ranks a step costs "
-        "3(P-1)n: section 4 (hole 3)",
+        "3(P-1)n or more: section 4 (hole 3)",
         signs={"an all-reduce where a reduce-scatter is enough": measured >= 1.4 * target},
         show=size_text,
     )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.grading import Mistake, Result, expect, judge, sent_since, totals
+from minidist.grading import Mistake, Result, expect, judge, named, sent_since, totals
 from minidist.lessons import zero_lab as lab
 from minidist.lessons.checking import on_ranks, parity, replicas
 from minidist.lessons.lab import new_model, weights
@@ -118,6 +118,12 @@ class Links(LateGroup):
 
     all_reduce = reduce_scatter
 
+    def all_gather(self, *_: Any, **__: Any) -> None:
+        """Raise RuntimeError: no rank needs the other ranks' sums."""
+        raise RuntimeError(
+            "all_gather: no rank needs the other ranks' sums of gradients; land what is in flight"
+        )
+
 
 def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
     """The plain loop: gradients that are freed, equal replicas, one process's weights, the
@@ -125,6 +131,7 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
 
     def job(group: Group) -> dict[str, Any]:
         model = new_model(CONFIG)
+        drawn = weights(model)
         kept = [0]
 
         class Optimizer(SGD):
@@ -141,6 +148,8 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
             "kept": kept[0],
             "weights": weights(model),
             "overlapped": watched.overlapped,
+            "new_sums": watched.new_sums and bool(np.array_equal(weights(model), drawn)),
+            "new_gathers": watched.new_gathers,
             "gathers_sums": watched.gathers_sums,
             "adds_weights": watched.adds_weights,
             "sent": sent,
@@ -163,14 +172,16 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
     overlapped = any(rank["overlapped"] for rank in ranks)
     yield lab.gathered(f"{task}: what is gathered", overlapped, "section 1 (hole 2)")
     trained = [rank["weights"] for rank in ranks]
-    yield replicas(
-        f"{task}: replicas",
-        trained,
+    mistake, advice = (
         "the all-gather is missing",
         "each rank knows only its own new chunks until they are shared: section 1 (hole 2)",
     )
+    if any(rank["new_gathers"] for rank in ranks):
+        mistake, advice = lab.new_array("the model", "section 1, step 3 (hole 2)")
+    yield replicas(f"{task}: replicas", trained, mistake, advice)
     # two ranks' weights averaged are those of gradients averaged twice, so that is asked first
     added = any(rank["adds_weights"] for rank in ranks)
+    nowhere, advice = lab.new_array("the optimizer", "section 1, step 1a (hole 1)")
     yield parity(
         f"{task}: weights",
         _alone(),
@@ -178,7 +189,10 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
         "wrong sums",
         "mine is the sum over the ranks, no more: section 1 (hole 1)",
         known=None if added else {"averaged twice": lambda: _alone(1 / size)},
-        signs=lab.wrong_gathers(ranks, "section 1, step 3 (hole 2)"),
+        signs={
+            nowhere: Mistake(any(rank["new_sums"] for rank in ranks), advice),
+            **lab.wrong_gathers(ranks, "section 1, step 3 (hole 2)"),
+        },
     )
     n = 8 * ranks[0]["weights"].size
     yield expect(
@@ -205,7 +219,8 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     )
     late = Links(group, runs)
     mine = exercise.MyGradients(late)
-    seen = {"unwaited": 0, "flying": 0, "copies": 0}
+    seen = {"unwaited": 0, "lost": 0, "flying": 0, "copies": 0}
+    shards = [each.shard for each in runs]
 
     def came(each: Run) -> None:
         each.missing -= 1
@@ -233,6 +248,9 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
             model.loss(part.inputs, part.targets, divisor=targets.size).backward()
             mine.finish()
             seen["unwaited"] = max(seen["unwaited"], len(late.flying))
+            kept = [entry[-1] for entry in mine.flying]
+            lost = sum(all(handle is not other for other in kept) for handle in late.flying)
+            seen["lost"] = max(seen["lost"], lost)
         optimizer.step()
         for each, vector in zip(runs, vectors, strict=True):
             with group.ledger.control():
@@ -243,6 +261,8 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     return {
         **seen,
         "left": left,
+        "waits": late.waits,
+        "new_shard": any(each.shard is not shard for each, shard in zip(runs, shards, strict=True)),
         "into_shard": late.into_shard,
         "runs": len(runs),
         "n": sum(each.flat.nbytes for each in runs),
@@ -288,14 +308,29 @@ def _alone(scale: float = 1.0, *, last_pass: int = 0) -> np.ndarray:
 def _ended(size: int, ranks: list[dict[str, Any]]) -> Result:
     """No sum is on its way when finish() has returned."""
     most = max(rank["unwaited"] for rank in ranks)
+    mistake, advice = named(
+        "the update comes before the reduce has ended",
+        "land every sum in flight, from the oldest: the shard holds the last step's sums until "
+        "then: section 1 (hole 7)",
+        signs={
+            "handle.wait() is missing": Mistake(
+                any(not rank["waits"] for rank in ranks),
+                "chunk is not there yet; it holds the sum only after the wait: section 1 (hole 5)",
+            ),
+            "another sum was taken out of the list": Mistake(
+                any(rank["lost"] for rank in ranks),
+                "land() waits for the first sum in self.flying, so take the first out, and only "
+                "this one: section 1 (holes 6 and 7)",
+            ),
+        },
+    )
     return Result(
         f"{size} ranks, on its way after finish()",
         most == 0,
         "nothing",
         f"{most or 'nothing'}",
-        "the update comes before the reduce has ended",
-        "land every sum in flight, each once, from the oldest: the shard holds the last step's sums "
-        "until then: section 1 (holes 5, 6 and 7)",
+        mistake,
+        advice,
     )
 
 
@@ -361,6 +396,10 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
                 any(rank["into_shard"] for rank in ranks),
                 "the sum of this pass takes the place of the earlier passes' sums; let it arrive in "
                 "chunk: section 4 (hole 3)",
+            ),
+            "run.shard is a new array": Mistake(
+                any(rank["new_shard"] for rank in ranks),
+                "the optimizer reads the old one; add in place, by +=: section 4 (hole 5)",
             ),
             "read before it arrived": Mistake(
                 any(np.isnan(rank["weights"]).any() for rank in ranks),

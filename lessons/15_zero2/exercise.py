@@ -9,6 +9,7 @@ summed gradient of each run of parameters (a bucket). What you may use:
                                                      ranks
     group.all_gather(y, out=x)                       x = every rank's y, one after the other; y may
                                                      not lie in x
+    p.zero_grad()                                    lets p's gradient go: p.grad is None then
     group.start_reduce_scatter(x, out=y) -> handle   begins y (this rank's chunk of x) = its sum
                                                      over the ranks
     handle.wait()                                    returns when y is there; x must not change
@@ -95,7 +96,8 @@ class MyGradients:
         hole(5, "wait; what happens to run.shard? (section 4)", run, chunk, handle)
         del gradient
         hole(
-            6, "this was the first name; no other may refer to the gradient any longer (section 2)"
+            6,
+            "`del gradient` took away one name; which other one still holds the gradient? (section 2)",
         )
 
     def finish(self):

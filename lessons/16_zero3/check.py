@@ -15,6 +15,7 @@ from minidist.grading import Mistake, Result, expect, judge, sent_since, totals
 from minidist.lessons import zero_lab as lab
 from minidist.lessons.checking import on_ranks, parity
 from minidist.lessons.lab import alone, new_model
+from minidist.lessons.lab import weights as weights_of
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.zero.zero3 import PlainUnit, plain_zero3
@@ -27,7 +28,8 @@ CUT_FROM = (PlainUnit, plain_zero3)
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Two and three ranks: what is whole and when, the weights, the bytes."""
+    """One unit; then two and three ranks: what is whole and when, the weights, the bytes."""
+    yield from _unit(exercise)
     for size in (2, 3):
         ranks = on_ranks(
             _train,
@@ -43,6 +45,70 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 # -------------------------------------------------------------------------------- what the ranks do
+
+
+class Noting:
+    """A unit's Flat that notes the vector of weights it is given, and puts nothing into them."""
+
+    def __init__(self, flat: Any) -> None:
+        self.flat = flat
+        self.vector: Any = None
+
+    def views(self, vector: Any) -> Iterator[Any]:
+        """Note the vector."""
+        self.vector = vector
+        return iter(())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.flat, name)
+
+
+def _unit(exercise: ModuleType) -> Iterator[Result]:
+    """What a unit registers as hooks, and how many numbers it gathers."""
+
+    def job(group: Group) -> dict[str, Any]:
+        given: list[tuple[int, Any]] = []
+        module = new_model(CONFIG).blocks[0]
+        for hole, name in (
+            (1, "register_forward_pre_hook"),
+            (2, "register_forward_hook"),
+            (3, "register_backward_pre_hook"),
+        ):
+            setattr(module, name, lambda hook, hole=hole: given.append((hole, hook)))
+        unit = exercise.PlainUnit(module, group)
+        flat = unit.flat
+        unit.flat = Noting(flat)
+        unit.gather()
+        return {
+            "hooks": given,
+            "gathered": int(np.size(unit.flat.vector)),
+            "size": flat.size,
+            "chunk": flat.chunk_size,
+        }
+
+    rank = on_ranks(
+        job,
+        size=2,
+        task="one unit on 2 ranks",
+        advice="all ranks gather the same unit: section 1 (hole 4)",
+    )[0]
+    called = next(((hole, hook) for hole, hook in rank["hooks"] if not callable(hook)), None)
+    yield Result(
+        "the hooks of a unit",
+        called is None,
+        "methods",
+        "methods" if called is None else repr(called[1]),
+        "the method was called at once, and its result was registered",
+        f"give the method, without (): section 1 (hole {called[0] if called else 1})",
+    )
+    yield expect(
+        "numbers that a unit gathers, on 2 ranks",
+        rank["size"],
+        rank["gathered"],
+        "not the whole vector",
+        "all ranks' chunks, one after the other, by all_gather: section 1, forward 1 (hole 4)",
+        known={"only this rank's chunk": rank["chunk"]},
+    )
 
 
 def _whole(module: Any) -> bool:
@@ -126,6 +192,8 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
         "strange": strange[0],
         "early": early[0],
         "cleared": cleared[0],
+        "new_sums": watched.new_sums
+        and bool(np.array_equal(weights, np.concatenate(list(drawn.values())))),
         "all_reduces": watched.all_reduces,
         "units": len(units),
         "sent": sent_since(group.ledger, before),
@@ -138,6 +206,17 @@ def _alone(scale: float = 1.0) -> np.ndarray:
     """Return the weights of one process on the global batches, with gradients times `scale`."""
     batches = [lab.global_batch(CONFIG, step) for step in range(STEPS)]
     return alone(new_model(CONFIG), partial(SGD, lr=RATE), batches, scale)
+
+
+def _never_cleared() -> np.ndarray:
+    """Return the weights of one process that adds each step's gradients to those before."""
+    model = new_model(CONFIG)
+    optimizer = SGD(list(model.parameters()), RATE)
+    for step in range(STEPS):
+        inputs, targets = lab.global_batch(CONFIG, step)
+        model.loss(inputs, targets, divisor=targets.size).backward()
+        optimizer.step()
+    return weights_of(model)
 
 
 # ---------------------------------------------------------------------------- beside the answer key
@@ -205,6 +284,7 @@ def _freed(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     """After training: those of one process."""
+    nowhere, advice = lab.new_array("the optimizer", "section 1, backward 3 (hole 5)")
     return parity(
         f"{size} ranks, weights after {STEPS} steps",
         _alone(),
@@ -216,9 +296,15 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
                 lambda: _alone(1 / size),
                 f"{size} times too small; the loss is divided by all ranks' tokens "
                 "already: lesson 07, section 4 (hole 5)",
-            )
+            ),
+            "the last step's sums are still in it": Mistake(
+                _never_cleared,
+                "the sum takes the place of the old one: give out=self.mine, and do not add: "
+                "section 1, backward 3 (hole 5)",
+            ),
         },
         signs={
+            nowhere: Mistake(any(rank["new_sums"] for rank in ranks), advice),
             "other weights are gathered": Mistake(
                 any(rank["strange"] for rank in ranks),
                 "gather each rank's self.shard, one after the other, in rank order: section 1, "

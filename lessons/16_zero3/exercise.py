@@ -31,7 +31,7 @@ class PlainUnit:
             hole(1, "which method runs before the unit computes? (section 1, forward)")
         )
         unit.register_forward_hook(
-            hole(2, "which one when it has computed: what for are its weights still here?")
+            hole(2, "which one after it has computed? Are its weights needed any longer?")
         )
         unit.register_backward_pre_hook(
             hole(

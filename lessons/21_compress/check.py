@@ -25,7 +25,7 @@ from minidist.parallel.compress.local_steps import plain_diloco
 from minidist.parallel.step.step import Batch
 
 EXERCISE = Path(__file__).with_name("exercise.py")
-CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
+CONFIG = GPTConfig(vocabulary=61, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES = 7  # rows of every batch: three ranks have 3, 2 and 2
 STEPS = 4
 EVERY = 2
@@ -39,7 +39,8 @@ TOP_K_MISTAKES = {
         1,
         "residual[...] = gradient.reshape(-1)",
         "what is not sent stays in the residual, and the "
-        "next gradient is added to it: section 1, steps 1 and 4 (holes 1, 4)",
+        "next gradient is added to it: section 1, steps 1 and 4 (holes 1, 4). Add in place, by +=: "
+        "`residual = residual + ...` makes a new array, and the next step does not find it",
     ),
     "a mean": (
         5,
@@ -55,6 +56,28 @@ TOP_K_MISTAKES = {
         4,
         "pass",
         "what was sent is still in the residual: set it to 0 there: section 1, step 4 (hole 4)",
+    ),
+    "places are cleared that only other ranks have sent": (
+        4,
+        "residual[places] = 0",
+        "this rank's number at another rank's place was not sent: clear only your own `chosen` "
+        "places: section 1, step 4 (hole 4)",
+    ),
+    "what was not sent is cleared, and what was sent is kept": (
+        4,
+        "residual[np.delete(np.arange(residual.size), chosen)] = 0",
+        "it is the other way round: section 1, step 4 (hole 4)",
+    ),
+    "the first k numbers are cleared, not the k that were sent": (
+        4,
+        "residual[:k] = 0",
+        "clear the `chosen` places: section 1, step 4 (hole 4)",
+    ),
+    "only this rank's own values are applied": (
+        5,
+        "np.add.at(gradient.reshape(-1), chosen, values[group.rank * k : (group.rank + 1) * k])",
+        "`places` has the positions of all ranks, `values` their numbers: add all of them: "
+        "section 1, step 5 (hole 5)",
     ),
     "only this step's gradient is taken out, though more was sent": (
         4,
@@ -237,13 +260,14 @@ def _sent(exercise: ModuleType) -> Iterator[Result]:
     if found["error"] is not None and all(np.array_equal(a, b) for a, b in pairs):
         raise found["error"]
     nothing = not any(values.any() for _, values in pairs[1::2])
+    positions = all(places.dtype.kind in "iu" for _, places in pairs[::2])
     # an error came after the places that were sent, if these are right
     whole = len(pairs[::2]) if found["error"] is not None else target["parameters"]
     for task, wanted, mistake, advice in (
         (
             "places",
             pairs[::2],
-            (lambda target, found: NOTHING) if nothing else _wrong_places,
+            (lambda target, found: NOTHING) if nothing and positions else _wrong_places,
             "the positions of the k largest |number| of the residual, rising: "
             "section 1, step 2 (holes 1, 2)",
         ),
@@ -275,6 +299,8 @@ def _short(sent: np.ndarray) -> str:
 
 
 def _wrong_places(target: np.ndarray, found: np.ndarray) -> str:
+    if found.dtype.kind not in "iu":
+        return "numbers where positions are wanted"
     if len(found) != len(target):
         return f"{len(found)} places where k is {len(target)}"
     return "not in rising order" if np.array_equal(np.sort(found), target) else "not the largest"

@@ -105,9 +105,9 @@ def _broken(task: str, target: str, error: KernelError, holes: str) -> Result:
 
 
 def _one_pass(q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> np.ndarray:
-    """The loop with one of the usual mistakes in it."""
-    top = np.full((len(q), 1), -np.inf)
-    total = np.zeros((len(q), 1))
+    """The loop with one of the usual mistakes in it; float32 overflows as the kernel does."""
+    top = np.full((len(q), 1), -np.inf, q.dtype)
+    total = np.zeros((len(q), 1), q.dtype)
     y = np.zeros_like(q)
     for key in range(len(k)):
         score = (q @ k[key])[:, None]
@@ -116,12 +116,16 @@ def _one_pass(q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> np.n
         p = np.exp(score - now)
         shrink = np.ones_like(shrink) if mistake == "none" else shrink
         shrink = p if mistake == "score" else shrink
-        weighted = v[key] if mistake == "weight" else p * v[key]
-        total = total * (1 if mistake == "total" else shrink)
-        total += p * shrink if mistake == "new total" else p
+        shrink = np.exp(top - score) if mistake == "old and score" else shrink
+        value = v.reshape(-1)[np.arange(WIDTH) * WIDTH + key] if mistake == "place" else v[key]
+        weighted = value if mistake == "weight" else p * value
+        total = total * (1 if mistake in ("total", "swapped") else shrink)
+        total = total + (p * shrink if mistake in ("new total", "swapped") else p)
         y = y * (1 if mistake == "sum" else shrink)
-        y += weighted * shrink if mistake == "new sum" else weighted
+        weighted = weighted / total if mistake == "term divided" else weighted
+        y = y + (weighted * shrink if mistake == "new sum" else weighted)
         y = p * v[key] if mistake == "forgets" else y
+        y = y / total if mistake == "divided" else y
         top = now
     return y / total
 
@@ -139,6 +143,14 @@ MISTAKES = {
         "the factor is taken from this key's score, not from the old maximum",
         "the earlier sums belong to the old maximum: section 1, step 3 (hole 1)",
     ),
+    "old and score": (
+        "the factor is taken from this key's score, not from the new maximum",
+        "the maximum stays if this score is smaller: section 1, step 3 (hole 1)",
+    ),
+    "swapped": (
+        "the new term is scaled instead of the old sum",
+        "p already belongs to the new maximum, total to the old: section 1, step 5 (hole 2)",
+    ),
     "total": (
         "the total is not scaled down",
         "correct the earlier sum first, then add the new term: section 1, step 5 (hole 2)",
@@ -154,6 +166,18 @@ MISTAKES = {
     "new sum": (
         "the new value is scaled down too",
         "p already belongs to the new maximum: section 1, step 6 (hole 3)",
+    ),
+    "place": (
+        "v is read at another place",
+        "number i of this key's value is v[key * 8 + i]: the value's row comes first (hole 3)",
+    ),
+    "divided": (
+        "divided inside the loop",
+        "the kernel divides once at the end: section 1, below step 6 (hole 3)",
+    ),
+    "term divided": (
+        "each term divided inside the loop",
+        "the kernel divides once at the end: section 1, below step 6 (hole 3)",
     ),
     "weight": (
         "values are added without their weight p",
@@ -186,6 +210,8 @@ def _attention(exercise: ModuleType) -> Iterator[Result]:
     by_8 = wide_q * WIDTH**0.5  # the reference divides scores by √8
     right, _ = attention_reference(*(x[None, None] for x in (by_8, wide_k, wide_v)))
     off = float(abs(y - right[0, 0]).max())
+    codes = {2: exercise.total(), 3: exercise.weighted_sum()}
+    by_shrink = next((n for n, code in codes.items() if re.search(r"/\s*shrink", code)), None)
     with np.errstate(invalid="ignore", over="ignore"):
         yield judge(
             task,
@@ -195,8 +221,15 @@ def _attention(exercise: ModuleType) -> Iterator[Result]:
             "another update",
             "section 1 (holes 1 to 3)",
             signs={
-                name: Mistake(partial(_same, y, wide_q, wide_k, wide_v, mistake), advice)
-                for mistake, (name, advice) in MISTAKES.items()
+                "the old sum is divided by the factor": Mistake(
+                    bool(np.isnan(y).all()) and by_shrink is not None,
+                    "correct means multiply, and the first factor is 0: section 1, step 3 "
+                    f"(hole {by_shrink})",
+                ),
+                **{
+                    name: Mistake(partial(_same, y, q, k, v, mistake), advice)
+                    for mistake, (name, advice) in MISTAKES.items()
+                },
             },
         )
 
@@ -211,7 +244,18 @@ def _same(y: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: s
 
 
 def _barriers(exercise: ModuleType) -> Iterator[Result]:
-    letters = str(exercise.barriers()).upper().replace(" ", "").replace(",", "")
+    given = exercise.barriers()
+    if not isinstance(given, str):
+        yield Result(
+            "barriers",
+            False,
+            "one string",
+            repr(given),
+            "not one string of letters",
+            'one string with all letters, e.g. "CE" (hole 4)',
+        )
+        return
+    letters = given.upper().replace(" ", "").replace(",", "")
     task = f"barriers at {', '.join(letters) or 'no place'}"
     if set(letters) - set("ABCDE"):
         yield Result(

@@ -97,6 +97,7 @@ def sectors(stride):
 
 ROW_SUMS = """
 // y[r] = the sum of row r of x (rows, 32). A block of 32 threads, one warp, brings 32 rows to shared memory.
+// (33, so that columns do not hit one bank; not your task.)
 __global__ void row_sums(const float* x, float* y) {
     __shared__ float tile[32][33];
     const float* rows = x + blockIdx.x * 32 * 32;

@@ -31,7 +31,7 @@ FOREVER = 65536  # tokens
 HEAD = 64  # columns of a head
 SIDES = {1: 1, 2: 32, 3: 64}  # queries that share what is read, by attention's version
 KINDS = {1: np.float32, 2: np.float32, 3: np.float16}
-RUNGS = {1: "naive: a thread a query", 2: "tiles, online softmax", 3: "tensor cores, float16"}
+RUNGS = {1: "v1, naive", 2: "v2, tiles of 32", 3: "v3, tensor cores, float16"}
 LADDER = {
     1: "naive",
     2: "shared tiles",

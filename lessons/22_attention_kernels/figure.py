@@ -96,7 +96,6 @@ def _bytes(ax: Any, counted: dict[int, list[tuple[int, int]]]) -> None:
     """Draw counted bytes as marks, their formulas as lines."""
     look.quiet(ax, grid="y")
     look.caption(ax, "Bytes read and written, by tokens")
-    names = {1: "naive", 2: "tiles of 32", 3: "tensor cores, float16"}
     for version, points in counted.items():
         tokens, moved = zip(*points, strict=True)
         line = np.array([n for n in (32, 64, 128, 256, 512, 1024, 2048) if n >= lab.SIDES[version]])
@@ -106,7 +105,7 @@ def _bytes(ax: Any, counted: dict[int, list[tuple[int, int]]]) -> None:
             color=COLOURS[version],
             linewidth=1.4,
         )
-        ax.plot(tokens, moved, "o", color=COLOURS[version], markersize=7, label=names[version])
+        ax.plot(tokens, moved, "o", color=COLOURS[version], markersize=7, label=lab.RUNGS[version])
     line = np.array([32, 2048])
     ax.plot(
         line,

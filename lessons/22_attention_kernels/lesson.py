@@ -166,11 +166,11 @@ def attention_rungs(page: Page, counts: list[Any]) -> None:
     rows = [
         [
             count.name,
-            count.seen.loads.bytes,
+            f"{count.seen.loads.bytes:,}",
             verdict(count.seen.loads.bytes, count.read),
-            count.seen.stores.bytes,
+            f"{count.seen.stores.bytes:,}",
             verdict(count.seen.stores.bytes, count.written),
-            count.seen.loads.requests,
+            f"{count.seen.loads.requests:,}",
             f"{count.seen.loads.sectors / count.seen.loads.requests:.1f}",
             size_text(count.seen.loads.shared),
         ]
@@ -199,7 +199,7 @@ def tiles_not_read(page: Page) -> None:
             [
                 name,
                 tiles,
-                count.seen.loads.bytes - flags,
+                f"{count.seen.loads.bytes - flags:,}",
                 verdict(count.seen.loads.bytes - flags, count.read),
             ]
         )

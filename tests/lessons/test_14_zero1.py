@@ -18,10 +18,20 @@ DRAWN_BY = "3.11.2"  # matplotlib that drew the shipped picture
 RIGHT = right("14")
 WRONG = {
     "weights without an owner": {1: "slice(rank * (n // size), (rank + 1) * (n // size))"},
-    "wrong slices": {1: "slice(rank * -(-n // size), (rank + 1) * -(-n // size))"},
+    "wrong slices": {1: "slice((rank * n + 1) // size, ((rank + 1) * n + 1) // size)"},
     "the optimizer is not divided": {2: "list(model.parameters())"},
     "the optimizer changes a copy": {2: "flat.pieces(weights[flat.chunk].copy(), mine)"},
-    "another rank's chunk": {2: "flat.pieces(weights[: flat.chunk_size], mine)"},
+    "another rank's chunk": {
+        2: "flat.pieces(weights[flat.chunk.start // 2 :][: flat.chunk_size], mine)"
+    },
+    "the whole vector was given": {2: "flat.pieces(weights, mine)"},
+    "or rank 0's chunk": {2: "flat.pieces(weights[: flat.chunk_size], mine)"},
+    "number 0 has no owner": {
+        1: "slice(rank * (n // size) + min(rank, n % size) + 1, (rank + 1) * (n // size) + 1)"
+    },
+    "number 4 has 2 owners": {1: "slice(rank * (n // size), (rank + 1) * (n // size) + 1)"},
+    "the optimizer uses the old array": {3: "mine = group.reduce_scatter(gradient)"},
+    "the model uses the old array": {4: "weights = group.all_gather(weights[flat.chunk].copy())"},
     "the optimizer reads other gradients": {2: "flat.pieces(weights[flat.chunk], mine.copy())"},
     "gradients are gathered": {4: "group.all_gather(mine, out=weights)"},
     "old weights are added to new ones": {

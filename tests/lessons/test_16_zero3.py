@@ -9,6 +9,15 @@ RIGHT = right("16")
 NOTHING = "lambda *_: None"
 WRONG = {
     "not gathered for forward": {1: NOTHING},
+    "give the method, without ()": {1: "self.gather()"},
+    "the method was called at once": {2: "self.free()"},
+    "only this rank's chunk": {4: "self.shard"},
+    "the result went into a new array": {
+        5: "self.mine = self.group.reduce_scatter(gradient)\nself.free()"
+    },
+    "the last step's sums are still in it": {
+        5: "self.mine += self.group.reduce_scatter(gradient)\nself.free()"
+    },
     "other weights are gathered": {4: "np.resize(self.shard, self.flat.size)"},
     "reduced after forward": {2: "self.reduce"},
     "an all-reduce where a reduce-scatter is enough": {

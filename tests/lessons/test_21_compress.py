@@ -21,6 +21,15 @@ WRONG = {
     "zeros: nothing was added up": {1: "pass"},
     "not in rising order": {2: "np.argsort(-np.abs(residual))[:k]"},
     "not the largest": {2: "np.sort(np.argpartition(residual, -k)[-k:])"},
+    "not the largest: the positions": {2: "np.sort(np.argpartition(np.abs(residual), k)[-k:])"},
+    "Add in place, by +=": {1: "residual = residual + gradient.reshape(-1)"},
+    "numbers where positions are wanted": {2: "np.sort(np.abs(residual))[-k:]"},
+    "places are cleared that only other ranks": {4: "residual[places] = 0"},
+    "what was not sent is cleared": {
+        4: "residual[np.setdiff1d(np.arange(residual.size), chosen)] = 0"
+    },
+    "the first k numbers are cleared": {4: "residual[: len(chosen)] = 0"},
+    "only this rank's own values": {5: "np.add.at(gradient.reshape(-1), chosen, values[:k])"},
     "places where k is": {2: "np.flatnonzero(residual)"},
     "sizes without their signs": {3: "np.abs(residual[chosen])"},
     "values of shape": {3: "residual"},

@@ -25,6 +25,13 @@ WRONG = {
     "the new value is scaled down too": {3: '"(sum[i] + p * v[key * 8 + i]) * shrink"'},
     "values are added without their weight p": {3: '"sum[i] * shrink + v[key * 8 + i]"'},
     "the sum of values forgets": {3: '"p * v[key * 8 + i]"'},
+    "not from the new maximum": {1: '"__expf(top - score)"'},
+    "the new term is scaled instead of the old sum": {2: '"total + p * shrink"'},
+    "the old sum is divided by the factor": {2: '"total / shrink + p"'},
+    "v is read at another place": {3: '"sum[i] * shrink + p * v[i * 8 + key]"'},
+    "divided inside the loop": {3: '"(sum[i] * shrink + p * v[key * 8 + i]) / total"'},
+    "each term divided inside the loop": {3: '"sum[i] * shrink + p * v[key * 8 + i] / total"'},
+    "not one string of letters": {4: '["B", "D"]'},
     "another update": {2: '"total * shrink + 2 * p"'},
     "g++ cannot read it": {2: '"total * schrink + p"'},
     "it broke a rule as it ran": {3: '"sum[i] * shrink + p * v[(key + 1) * 8 + i]"'},
@@ -59,6 +66,9 @@ SOAK = {
     "the lanes are no neighbours",
     "it broke a rule as it ran",
     "not a row and a column",
+    "not from the new maximum",
+    "v is read at another place",
+    "each term divided inside the loop",
     "more sectors than lanes",
 }
 
