@@ -117,6 +117,5 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
 
 def test_what_a_server_carries_if_there_are_as_many_as_workers() -> None:
     story = find("06").part("README.md").read_text(encoding="utf-8")
-    server = Fraction(2)
     ring = Fraction(4 * (8 - 1), 8)
-    assert f"a server carries `2Ψ`, with 8 workers {server / ring} of a ring rank's load" in story
+    assert f"a server carries `2Ψ`. A rank of a ring of 8 carries `{float(ring)}Ψ`" in story

@@ -20,6 +20,7 @@ FORKS.set_forkserver_preload(
 WRAPS = "an index from -1 to -P counts from the end"
 SWAPPED = "both orders give the same"
 LISTS = "a verb takes a list of numbers as an array"
+LAST = "NumPy takes any negative length as the one that fits"
 SAME = {
     ("00", 8): {
         "with no_grad():\n    total += model.loss(inputs, targets).item()": "the default divisor"
@@ -40,6 +41,8 @@ SAME = {
     },
     ("18", 4): {"np.argsort(chosen)": "rows of one expert may be in any order"},
     ("18", 7): {"experts * float(chances.mean(axis=0) @ f)": SWAPPED},
+    ("21", 1): {"residual += gradient.reshape(-2)": LAST},
+    ("21", 5): {"np.add.at(gradient.reshape(-2), places, values)": LAST},
 }
 """{(lesson, hole): {neighbour: why it means the same as the right code}}."""
 
