@@ -232,8 +232,8 @@ def real(page: Page) -> None:
         page.say(f"minidist diagnose: {finding.what} ({finding.cause}, {finding.sure}).")
     if not found.findings:
         page.say(
-            "minidist diagnose names no rank: this machine is busy, and 10 steps are too few to "
-            "be sure."
+            "minidist diagnose names no rank: this machine is busy, and 16 slow steps are too few "
+            "to be sure."
         )
 
 
