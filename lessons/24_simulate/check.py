@@ -155,6 +155,14 @@ def _begins(exercise: ModuleType) -> Iterator[Result]:
         "calls of one group at the same time",
         "a group's calls run one after another: section 1 (hole 2)",
     )
+    three: list[Event] = [Start(1, RING), Start(2, RING), Start(3, RING), Await(3)]
+    yield expect(
+        "three calls of a group, started at once",
+        [6.0, 6.0],
+        replayed(exercise, [three, three]),
+        "a call that does not wait for the call just before it",
+        "a group's calls run one after another: section 1, step 3 (hole 2)",
+    )
     spaced: list[Event] = [Start(1, RING), Await(1), Busy(1, "forward"), Start(2, RING), Await(2)]
     yield expect(
         "a call, then 1 s and 2 s of work, then another call",

@@ -24,6 +24,9 @@ WRONG = {
     "the clock is added once more": {3: "now + busy_seconds(rank, event.work)"},
     "rank and work are exchanged": {3: "busy_seconds(event.work, rank)"},
     "work of another length": {3: "2 * busy_seconds(rank, event.work)"},
+    "does not wait for the call just before": {
+        2: "max(ended.get((way, 1), 0.0), *came[way, count[way]].values())"
+    },
     "is added to the arrival": {
         2: "ended.get((way, count[way] - 1), 0.0) + max(came[way, count[way]].values())"
     },
