@@ -33,6 +33,9 @@ SAME: dict[tuple[str, int], dict[str, str]] = {
         "max(ended.get((way, count[way] - 1), -1.0), *came[way, count[way]].values())": "no rank "
         "arrives before 0",
     },
+    ("25", 3): {
+        "arrivals.argmax(axis=1)[delay >= share * step]": "no delay is exactly the limit",
+    },
 }
 """{(lesson, hole): {neighbour: why it means the same as the right code}}."""
 
