@@ -2,16 +2,17 @@
 priorities."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidist.grading import Mistake, Result, expect, judge, load_module, variant
+from minidist.lessons.checking import Lane, timelines
 from minidist.observe.events import Busy
 from minidist.observe.step_bound import lower_bound, plain_critical_path
 from minidist.observe.step_record import StepRecord
@@ -273,6 +274,7 @@ def _reads_so(record: StepRecord, ranks: bool, old: str, new: str, found: list[P
 
 
 def _bounds(exercise: ModuleType) -> Iterator[Result]:
+    yield from _drawn_bounds(exercise)
     for name, job in BOUNDS.items():
         record = lab.run(job)
         asked = [call.came for call in record.calls]
@@ -286,30 +288,88 @@ def _bounds(exercise: ModuleType) -> Iterator[Result]:
             "a bound that is none",
             BOUND_ADVICE,
         )
-    yield from _drawn_bounds(exercise)
+
+
+class Draw(NamedTuple):
+    """Calls of a step, in milliseconds: the arguments of shortest_step."""
+
+    asked: list[int]
+    seconds: list[int]
+    backward: int
+    after: int
+
+
+CHAIN_ADVICE = (
+    "the work before a call, and the same call's transfer; of all calls the longest: section 1 "
+    "(hole 5)"
+)
+LINK_ADVICE = (
+    "the work before the first call, then all calls one after the other: section 1 (hole 6)"
+)
+
+
+def _bound(draw: Draw) -> tuple[int, dict[str, tuple[int, str]]]:
+    """Return the bound, and {mistake: (the bound that it gives, advice)} of wrong chains and links."""
+    both = [call + alone for call, alone in zip(draw.asked, draw.seconds, strict=True)]
+    chain = max(both)
+    link = draw.asked[0] + sum(draw.seconds)
+
+    def bound(chain: int, link: int) -> int:
+        return max(draw.backward, chain, link) + draw.after
+
+    chains = {
+        "the transfer alone, without the work before its call": max(draw.seconds),
+        "the latest request and the longest transfer are of two calls": max(draw.asked)
+        + max(draw.seconds),
+        "the chain of the last call, not the longest one": both[-1],
+        "the chain of the first call, not the longest one": both[0],
+        "the shortest chain, not the longest one": min(both),
+        "what follows the wait is counted twice": chain + draw.after,
+    }
+    links = {
+        "the calls alone, without the work before the first one": sum(draw.seconds),
+        "the link is busy from its first call on, not from its last": max(draw.asked)
+        + sum(draw.seconds),
+        "of the work before the calls only that before the first counts": sum(both),
+        "the link carries all calls, not only the longest": min(draw.asked) + max(draw.seconds),
+    }
+    wrong = {name: (bound(its, link), CHAIN_ADVICE) for name, its in chains.items()}
+    wrong |= {name: (bound(chain, its), LINK_ADVICE) for name, its in links.items()}
+    return bound(chain, link), wrong
 
 
 def _drawn_bounds(exercise: ModuleType) -> Iterator[Result]:
-    """Calls at random, so that each of the bounds is the largest in some: in milliseconds."""
+    """Calls at random, so that each of the bounds is the largest in some."""
     chance = np.random.default_rng(23)
-    for kind, longest in (("quick calls", 3), ("slow calls", 40)):
+    kinds = {"quick calls": 3, "slow calls": 40}
+    draws = list[tuple[str, Draw]]()
+    for kind, longest in kinds.items():
         for _ in range(30):
             asked = np.cumsum(chance.integers(1, 20, 5)).tolist()
             seconds = chance.integers(1, longest + 1, 5).tolist()
             seconds[chance.integers(5)] += int(chance.integers(60))
             backward = int(chance.integers(asked[-1] + 10))
-            after = int(chance.integers(10))
-            chain = max(call + alone for call, alone in zip(asked, seconds, strict=True))
-            right = max(backward, chain, asked[0] + sum(seconds)) + after
-            found = exercise.shortest_step(asked, seconds, backward, after)
-            if found != right:
-                break
+            draws.append((kind, Draw(asked, seconds, backward, int(chance.integers(10)))))
+    found = [exercise.shortest_step(*draw) for _, draw in draws]
+    keys = [_bound(draw) for _, draw in draws]
+
+    def always(wrong: str) -> bool:
+        return found == [mistakes[wrong][0] for _, mistakes in keys]
+
+    for kind in kinds:
+        its = [at for at, (one, _) in enumerate(draws) if one == kind]
+        at = next((at for at in its if found[at] != keys[at][0]), its[-1])
+        draw = draws[at][1]
+        right, mistakes = keys[at]
         yield expect(
-            f"the bound of {kind} asked for at {asked}, of {seconds}",
+            f"the bound of {kind} asked for at {draw.asked}, of {draw.seconds}",
             right,
-            found,
+            found[at],
             "a bound that is none",
             BOUND_ADVICE,
+            signs={
+                wrong: Mistake(partial(always, wrong), why) for wrong, (_, why) in mistakes.items()
+            },
         )
 
 
@@ -398,12 +458,13 @@ def in_ms(found: dict[str, float]) -> dict[str, float]:
     return {cause: round(1e3 * seconds, 3) + 0.0 for cause, seconds in found.items()}
 
 
-def _priorities(exercise: ModuleType) -> Iterator[Result]:
-    """Backward and the next forward, which each layer's gradients let begin; the library predicts
-    the same.
+URGENCY_ADVICE = "of the calls that have come, the lowest urgency: section 6 (hole 9)"
 
-    Then calls at random.
-    """
+
+def _priorities(exercise: ModuleType) -> Iterator[Result]:
+    """Calls at random; then backward and the next forward, which each layer's gradients let begin:
+    the library predicts the same."""
+    yield _drawn_calls(exercise)
     for bandwidth in (1e9, 5e8, 2.5e8):
         job = replace(STEP, bandwidth=bandwidth)
         right = predict(lab.first_come(job, 4), Change(priority=True))
@@ -413,39 +474,110 @@ def _priorities(exercise: ModuleType) -> Iterator[Result]:
             f"{1e3 * right:.3f} ms",
             f"{1e3 * found:.3f} ms",
             "not the most urgent call",
-            "of the calls that have come, the lowest urgency: section 6 (hole 9)",
+            URGENCY_ADVICE,
         )
+
+
+def _drawn_calls(exercise: ModuleType) -> Result:
+    """Thirty links with five calls each; of these the first that is served wrongly."""
     chance = np.random.default_rng(9)
-    for _ in range(30):
-        came = chance.integers(0, 12, 5).tolist()
-        seconds = chance.integers(1, 9, 5).tolist()
-        urgency = chance.permutation(5).tolist()
-        served = exercise.soonest_needed_first(came, seconds, urgency)
-        ends = most_urgent_first(came, seconds, urgency)
-        if served != ends:
-            break
-    yield expect(
+    calls = [
+        (
+            chance.integers(0, 12, 5).tolist(),
+            chance.integers(1, 9, 5).tolist(),
+            chance.permutation(5).tolist(),
+        )
+        for _ in range(30)
+    ]
+    served = [exercise.soonest_needed_first(*map(list, each)) for each in calls]
+    ends = [served_by(most_urgent, *each) for each in calls]
+    at = next((at for at in range(30) if served[at] != ends[at]), 29)
+    came, seconds, urgency = calls[at]
+
+    def always(choose: Callable[..., int]) -> bool:
+        return served == [served_by(choose, *each) for each in calls]
+
+    return expect(
         f"ends of calls that come at {came}, take {seconds}, urgency {urgency}",
-        ends,
-        served,
+        ends[at],
+        served[at],
         "not the most urgent call",
-        "of the calls that have come, the lowest urgency: section 6 (hole 9)",
+        URGENCY_ADVICE,
+        signs={
+            wrong: Mistake(partial(always, choose), URGENCY_ADVICE)
+            for wrong, choose in CHOSEN_WRONGLY.items()
+        },
+        picture=lambda: _drawn_link(ends[at], served[at], seconds),
     )
 
 
-def most_urgent_first(came: list[int], seconds: list[int], urgency: list[int]) -> list[float]:
-    """Return when each call has ended; a link that is free waits for the first call to come."""
+def _drawn_link(right: list[float], yours: Any, seconds: list[int]) -> str:
+    """Return both timelines of the link, or "" if the student's ends tell no starts."""
+    numbers = isinstance(yours, Sequence) and len(yours) == len(seconds)
+    if not numbers or not all(isinstance(end, int | float | np.number) for end in yours):
+        return ""
+    starts = [end - alone for end, alone in zip(yours, seconds, strict=True)]
+    # a NaN is in no interval
+    if not all(
+        start >= 0 and end <= 2 * max(right) for start, end in zip(starts, yours, strict=True)
+    ):
+        return ""
+    return timelines(_lanes(right, seconds), _lanes(yours, seconds))
+
+
+def _lanes(ends: Sequence[float], seconds: list[int]) -> list[Lane]:
+    """Return the one lane of the link: c2 is call 2."""
+    calls = enumerate(zip(ends, seconds, strict=True))
+    return [("link", [(f"c{call}", end - alone, end) for call, (end, alone) in calls])]
+
+
+def served_by(
+    choose: Callable[..., int], came: list[float], seconds: list[float], urgency: list[float]
+) -> list[float]:
+    """Return when each call has ended; a link that is free waits for the first call to come.
+
+    Args:    choose: (calls that have come, calls that are left, came, seconds, urgency) -> the call
+             that has the link next.
+    """
     ends = [0.0] * len(came)
     left = set(range(len(came)))
     now = 0.0
     while left:
         now = max(now, min(came[call] for call in left))
         there = [call for call in left if came[call] <= now]
-        chosen = min(there, key=urgency.__getitem__)
+        chosen = choose(there, left, came, seconds, urgency)
         now += seconds[chosen]
         ends[chosen] = now
         left.remove(chosen)
     return ends
+
+
+def most_urgent(
+    there: list[int],
+    left: set[int],
+    came: list[float],
+    seconds: list[float],
+    urgency: list[float],
+) -> int:
+    """Return the call with the lowest urgency of those that have come."""
+    return min(there, key=urgency.__getitem__)
+
+
+CHOSEN_WRONGLY: dict[str, Callable[..., int]] = {
+    "the call that came first has the link, not the most urgent one": (
+        lambda there, left, came, seconds, urgency: min(there, key=came.__getitem__)
+    ),
+    "a call has the link before it is asked for": (
+        lambda there, left, came, seconds, urgency: min(left, key=urgency.__getitem__)
+    ),
+    "the least urgent call has the link: the lowest number is the most urgent": (
+        lambda there, left, came, seconds, urgency: max(there, key=urgency.__getitem__)
+    ),
+    "the shortest call has the link, not the most urgent one": (
+        lambda there, left, came, seconds, urgency: min(there, key=seconds.__getitem__)
+    ),
+}
+"""{mistake: which call the link then serves}."""
 
 
 if __name__ == "__main__":

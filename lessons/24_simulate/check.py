@@ -107,7 +107,12 @@ def _busy(exercise: ModuleType) -> Result:
         [4.0, 8.0],
         replayed(exercise, [trace, trace]),
         "work of another length",
-        "ask busy_seconds for this rank and this work: section 1 (hole 3)",
+        "ask busy_seconds for this rank and this work: section 1, step 1 (hole 3)",
+        known={
+            "every rank takes as long as rank 0": [4.0, 4.0],
+            "the clock is added once more": [7.0, 14.0],
+            "rank and work are exchanged": [0.0, 3.0],
+        },
     )
 
 
@@ -149,6 +154,27 @@ def _begins(exercise: ModuleType) -> Iterator[Result]:
         replayed(exercise, [queue, queue]),
         "calls of one group at the same time",
         "a group's calls run one after another: section 1 (hole 2)",
+    )
+    three: list[Event] = [Start(1, RING), Start(2, RING), Start(3, RING), Await(3)]
+    yield expect(
+        "three calls of a group, started at once",
+        [6.0, 6.0],
+        replayed(exercise, [three, three]),
+        "a call that does not wait for the call just before it",
+        "a group's calls run one after another: section 1, step 3 (hole 2)",
+    )
+    spaced: list[Event] = [Start(1, RING), Await(1), Busy(1, "forward"), Start(2, RING), Await(2)]
+    yield expect(
+        "a call, then 1 s and 2 s of work, then another call",
+        [6.0, 6.0],
+        replayed(exercise, [spaced, spaced]),
+        "a call that begins at another moment",
+        "it begins when all have come and the call before has ended: the later of both: section 1, "
+        "step 3 (hole 2)",
+        known={
+            "the end of the call before is added to the arrival": [8.0, 8.0],
+            "the call begins when the first rank has come": [5.0, 5.0],
+        },
     )
     both: list[Event] = [Start(1, RING), Start(2, OTHER), Await(1), Await(2)]
     yield expect(
@@ -211,7 +237,8 @@ def _drawn(exercise: ModuleType) -> Result:
         _ends(plain_replay, traces),
         told,
         "another order of events",
-        "read plain_replay of minidist/observe/replay.py again: section 1",
+        "each event was right by itself in the tasks before; here they follow one another: section 1, "
+        "steps 1 to 5",
     )
 
 
@@ -230,7 +257,35 @@ def _places(exercise: ModuleType) -> Iterator[Result]:
             [exercise.place_of(rank, shape, order) for rank in range(len(right))],
             "ranks on other devices",
             "as the digits of a number: the last axis counts ones: section 5 (hole 5)",
+            known={
+                wrong: [_place(rank, shape, order, further) for rank in range(len(right))]
+                for wrong, further in MISPLACED.items()
+            },
         )
+
+
+def _place(
+    rank: int, shape: dict[str, int], order: Sequence[str], further: Callable[[int, int, int], int]
+) -> int:
+    """Return where a rank lies if `further` takes the place one axis further in."""
+    coordinates = dict[str, int]()
+    for axis in reversed(list(shape)):
+        rank, coordinates[axis] = divmod(rank, shape[axis])
+    place = 0
+    for axis in order:
+        place = further(place, shape[axis], coordinates[axis])
+    return place
+
+
+MISPLACED: dict[str, Callable[[int, int, int], int]] = {
+    "the axes further out are not multiplied": lambda place, size, own: place + own,
+    "this axis is multiplied, instead of those further out": lambda place, size, own: (
+        place + size * own
+    ),
+    "ranks are counted from 1, not from 0": lambda place, size, own: place * size + own + 1,
+    "the place and the coordinate are exchanged": lambda place, size, own: place * own + size,
+}
+"""{mistake: (place, size of the axis, coordinate) -> the place that is then found}."""
 
 
 def _ring(exercise: ModuleType) -> Iterator[Result]:
@@ -263,6 +318,11 @@ def _ring(exercise: ModuleType) -> Iterator[Result]:
                 * n
                 * sharing
                 / bandwidth,
+                "messages that share a link make it slower, not faster": 2
+                * 15
+                / 16
+                * n
+                / (sharing * bandwidth),
                 "as if there were P steps in each round": 2 * n * sharing / bandwidth,
             },
             same=partial(isclose, rel_tol=1e-6),
@@ -290,6 +350,9 @@ def _mfu(exercise: ModuleType) -> Result:
         known={
             "compared with the peak of one device": 2 * found.mfu,
             "FLOPs a second, not yet a share of the peak": tokens * flops / seconds,
+            "of one token, not of all": found.mfu / tokens,
+            "not divided by the seconds of the step": found.mfu * seconds,
+            "the 6 FLOPs a weight are in flops_a_token already": 6 * found.mfu,
             "upside down": 1 / found.mfu,
             "in percent: a fraction is asked for": 100 * found.mfu,
         },

@@ -24,7 +24,7 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
     Raises:  DeadlockError if ranks wait for calls that never begin.
     """
     came = defaultdict(dict)  # (group or pair, number) -> {rank: when it arrived}
-    ended = {}
+    ended = {}  # (group or pair, number) -> when the call ended
 
     def start(rank, call, now, count):
         """Start a call; the last rank to start it computes its end. Return its key."""

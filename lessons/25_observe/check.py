@@ -50,13 +50,13 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         lambda job: _link(exercise.plain_slow_link(job.links)),
         "a busy core makes a message late and never early: section 3 (hole 4)",
     )
+    yield from _growths(exercise)
     yield _jobs(
         "leak",
         "a leak",
         lambda job: _leaking(exercise, job),
         "how much it grows from step to step, in most steps: section 4 (hole 5)",
     )
-    yield from _growths(exercise)
     yield _jobs(
         "not finite",
         "a number that is not finite",
@@ -200,13 +200,21 @@ def _growths(exercise: ModuleType) -> Iterator[Result]:
         memory = 300 * lab.MIB + lab.MIB * np.cumsum([0.0, *gained])
         found = float(exercise.plain_growth(memory)) / lab.MIB
         right = float(np.median(gained))
-        yield Result(
+        yield judge(
             f"growth: {name}",
             abs(found - right) < 0.01,
             f"{right:.1f} MiB a step",
             f"{found:.1f} MiB a step",
             "not what most steps add",
             "how much it grows from step to step, in most steps: section 4 (hole 5)",
+            signs={
+                "this is the memory itself, not its growth": found > 200,
+                "an array that is made or freed once changes this number": Mistake(
+                    abs(found - float(np.mean(gained))) < 0.01,
+                    "the middle one of all differences, not their mean: section 4 (hole 5)",
+                ),
+                "the largest difference is one step of many": abs(found - max(gained)) < 0.01,
+            },
         )
 
 
@@ -262,6 +270,12 @@ def _energy(exercise: ModuleType, frequency: float) -> Result:
             ),
             "the static watts are paid while it rests, too": gives(
                 static * slow + dynamic * frequency**2 * work
+            ),
+            "watts are no joules: the dynamic watts, too, are times seconds": gives(
+                static * (slow + rest) + dynamic * frequency**3
+            ),
+            "the dynamic watts fall with f³, not with f²": gives(
+                static * (slow + rest) + dynamic * frequency * work
             ),
         },
     )

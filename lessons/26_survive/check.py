@@ -167,7 +167,8 @@ def _at_once(renamed: bool) -> Result:
         "the draft, renamed",
         how,
         "a torn manifest can be seen",
-        "a file that is being written is half there; os.replace is not: section 1 (hole 3)",
+        "a reader can see half of a file that is being written; a new name shows the whole file: "
+        "section 1, step 5 (hole 3)",
     )
 
 
@@ -219,6 +220,26 @@ MISREAD: dict[str, tuple[Overlap, Cut, str]] = {
         lambda first, last, old, start: (0, last - first),
         "the overlap may begin within the shard: section 3, step 4 (hole 5)",
     ),
+    "the overlap ends at the later stop": (
+        lambda start, stop, first, last: (max(start, first), max(stop, last)),
+        lambda first, last, old, start: (first - old, last - old),
+        "an overlap ends at the earlier stop: section 3, step 1 (hole 4)",
+    ),
+    "the overlap begins at the earlier start": (
+        lambda start, stop, first, last: (min(start, first), min(stop, last)),
+        lambda first, last, old, start: (first - old, last - old),
+        "an overlap begins at the later start: section 3, step 1 (hole 4)",
+    ),
+    "the numbers begin where the overlap begins, and do not end where it ends": (
+        _in,
+        lambda first, last, old, start: (first - old, SIZE + MORE),
+        "the overlap may end before the shard does: section 3, step 4 (hole 5)",
+    ),
+    "the end of the overlap is not counted from the shard's first number": (
+        _in,
+        lambda first, last, old, start: (first - old, last),
+        "both ends are counted from the shard's first number: section 3, step 4 (hole 5)",
+    ),
     "one number too few of each shard": (
         _in,
         lambda first, last, old, start: (first - old, last - old - 1),
@@ -228,6 +249,16 @@ MISREAD: dict[str, tuple[Overlap, Cut, str]] = {
         _in,
         lambda first, last, old, start: (first - old, last - old + 1),
         "stop is the first number that is not meant: section 3 (holes 4 and 5)",
+    ),
+    "an overlap ends one number too late": (
+        lambda start, stop, first, last: (max(start, first), min(stop, last) + 1),
+        lambda first, last, old, start: (first - old, last - old),
+        "stop is the first number that is not meant: section 3, step 1 (hole 4)",
+    ),
+    "all numbers of the shard up to the overlap's end": (
+        _in,
+        lambda first, last, old, start: (0, last - old),
+        "the overlap may begin within the shard: section 3, step 4 (hole 5)",
     ),
 }
 """What is read wrongly: {mistake: (overlap, cut, advice)}."""
@@ -334,6 +365,7 @@ def _interval(exercise: ModuleType, save: float, between: float) -> Result:
                 (save * between) ** 0.5
             ),
             "the factor 2 is on the wrong side": gives((save * between / 2) ** 0.5),
+            "the 2 stands under the root": gives(2 * (save * between) ** 0.5),
             "τ stands on both sides: its square is not yet τ": gives(2 * save * between),
             "this is the part of the time that is lost, not the interval": gives(
                 (2 * save / between) ** 0.5

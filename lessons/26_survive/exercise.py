@@ -7,6 +7,8 @@ read it. What you may use:
     array.tofile(file), np.fromfile(file)  a file of float64 numbers, without dtype or shape
     group.all_gather(x)                    the rows of all ranks, in rank order; it returns when all
                                            have called it
+    bounds(size, ranks)                    where the chunks begin and end: chunk r is
+                                           [bounds[r], bounds[r + 1])
     os.replace(old, new)                   gives a file its name at once: a reader sees the old file
                                            there, or the new
 """

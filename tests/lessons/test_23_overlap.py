@@ -36,14 +36,28 @@ WRONG = {
     "the first wait is taken": {3: "held[0]"},
     "a path that misses the queue": {3: "held[-2:][0]"},
     "never reaches the begin": {4: "call.last_rank, call.end"},
-    "a bound that is none": {5: "max(seconds)"},
+    "without the work before its call": {5: "max(seconds)"},
+    "are of two calls": {5: "max(asked) + max(seconds)"},
+    "the chain of the last call": {5: "asked[-1] + seconds[-1]"},
+    "without the work before the first one": {6: "sum(seconds)"},
+    "busy from its first call on": {6: "max(asked) + sum(seconds)"},
+    "a bound that is none": {6: "2 * sum(seconds)"},
     "not the share of a slower rank": {7: "asked"},
     "the slower rank is counted backwards": {7: "asked - came"},
     "nothing is booked on the slower rank": {7: "0.0"},
     "counted from this rank's request": {8: "begin - asked"},
     "the queue is counted backwards": {8: "came - begin"},
     "nothing is booked on the link": {8: "0.0"},
-    "not the most urgent call": {9: "min(left, key=lambda call: urgency[call])"},
+    "a call has the link before it is asked for": {9: "min(left, key=lambda call: urgency[call])"},
+    "the call that came first has the link": {
+        9: "min((call for call in left if came[call] <= now), key=lambda call: came[call])"
+    },
+    "the least urgent call has the link": {
+        9: "max((call for call in left if came[call] <= now), key=lambda call: urgency[call])"
+    },
+    "not the most urgent call": {
+        9: "max((call for call in left if came[call] <= now), key=lambda call: seconds[call])"
+    },
 }
 
 
@@ -65,6 +79,25 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
         "fill hole 1" in result.results[-1].line()
         and "exercise_23.py line" in result.results[-1].line()
     )
+
+
+def test_the_link_of_a_wrong_order_is_drawn(tmp_path: Path) -> None:
+    """Calls in their order of coming, where the first one waits until it has been asked for."""
+    late = (
+        "min((call for call in left if came[call] < now), key=lambda call: urgency[call], "
+        "default=min(left))"
+    )
+    said = graded("23", {**RIGHT, 9: late}, tmp_path).results[-1]
+    assert said.picture.splitlines()[0] == "right:"
+    assert said.picture.count("  link |") == 2
+
+
+def test_ends_that_tell_no_start_are_not_drawn() -> None:
+    check = load_module(lessons.find("23").part("check.py"), "23")
+    seconds = [2, 3]
+    assert "link" in check._drawn_link([2.0, 5.0], [5.0, 3], seconds)
+    for odd in (None, [1.0], [5.0, None], [5.0, float("nan")], [1.0, 5.0], [2.0, 1e9]):
+        assert check._drawn_link([2.0, 5.0], odd, seconds) == "", odd
 
 
 def test_each_case_takes_what_it_takes_by_hand() -> None:

@@ -20,7 +20,16 @@ WRONG = {
         2: "max(ended.get((way, count[way] - 1), 0.0), min(came[way, count[way]].values()))"
     },
     "calls of one group at the same time": {2: "max(came[way, count[way]].values())"},
-    "work of another length": {3: "event.work"},
+    "every rank takes as long as rank 0": {3: "event.work"},
+    "the clock is added once more": {3: "now + busy_seconds(rank, event.work)"},
+    "rank and work are exchanged": {3: "busy_seconds(event.work, rank)"},
+    "work of another length": {3: "2 * busy_seconds(rank, event.work)"},
+    "does not wait for the call just before": {
+        2: "max(ended.get((way, 1), 0.0), *came[way, count[way]].values())"
+    },
+    "is added to the arrival": {
+        2: "ended.get((way, count[way] - 1), 0.0) + max(came[way, count[way]].values())"
+    },
     "a message that waits for the wrong": {1: "(rank,)"},
     "a call that waits for another group's": {
         2: "max([*ended.values(), 0.0, *came[way, count[way]].values()])"
@@ -28,7 +37,12 @@ WRONG = {
     "the clock of a late rank is turned back": {4: "ended[started[event.id]]"},
     "the wait is added to the rank's clock": {4: "now + ended[started[event.id]]"},
     "the receiver does not wait": {4: "now"},
-    "ranks on other devices": {5: "place + shape[axis] * coordinates[axis]"},
+    "this axis is multiplied": {5: "place + shape[axis] * coordinates[axis]"},
+    "are not multiplied": {5: "place + coordinates[axis]"},
+    "counted from 1": {5: "place * shape[axis] + coordinates[axis] + 1"},
+    "are exchanged": {5: "place * coordinates[axis] + shape[axis]"},
+    "ranks on other devices": {5: "coordinates[axis]"},
+    "make it slower, not faster": {6: "2 * (size - 1) / size * nbytes / (sharing * bandwidth)"},
     "as if no other message shared the link": {6: "2 * (size - 1) / size * nbytes / bandwidth"},
     "whole arrays travel": {6: "2 * (size - 1) * nbytes * sharing / bandwidth"},
     "one way round only": {6: "(size - 1) / size * nbytes * sharing / bandwidth"},
@@ -36,6 +50,9 @@ WRONG = {
     "not what the link carries": {6: "nbytes / bandwidth"},
     "the peak of one device": {7: "tokens * flops_a_token / (seconds * peak)"},
     "not yet a share of the peak": {7: "tokens * flops_a_token / seconds"},
+    "of one token": {7: "flops_a_token / (seconds * devices * peak)"},
+    "not divided by the seconds": {7: "tokens * flops_a_token / (devices * peak)"},
+    "in flops_a_token already": {7: "6 * tokens * flops_a_token / (seconds * devices * peak)"},
     "upside down": {7: "seconds * devices * peak / (tokens * flops_a_token)"},
     "not the share of all devices' peak": {7: "tokens * flops_a_token / devices"},
 }
@@ -117,11 +134,12 @@ def test_the_story_says_what_bytes_cost() -> None:
         f"{bf16.step_seconds:.4f} s and ${bf16.dollars:.3g}."
     )
     assert said in story()
-    by_lesson_9 = (
+    by_docs = (
         f"{fp8.step_seconds:.4f} s per step of GPT-2 on eight H100 with fp8 and "
         f"{bf16.step_seconds:.4f} s"
     )
-    assert by_lesson_9 in story("09")
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "precision.md"
+    assert by_docs in " ".join(page.read_text(encoding="utf-8").split())
     assert fp8.peak(fp8.fullest)["total"] < bf16.peak(bf16.fullest)["total"]
 
 

@@ -32,9 +32,11 @@ WRONG = {
     "a false alarm": {3: "arrivals.argmax(axis=1)"},
     "only on the slow link the fastest are slow too": {4: "float(np.max(some))"},
     "the fastest are as fast as any": {4: "float(np.median(some))"},
-    "an array that is made once is no leak": {
+    "an array that is made or freed once changes this number": {
         5: "float(memory[-1] - memory[0]) / (len(memory) - 1)"
     },
+    "this is the memory itself": {5: "float(np.median(memory))"},
+    "the largest difference is one step": {5: "float(np.max(np.diff(memory)))"},
     "not what most steps add": {5: "float(memory[-1] - memory[-2])"},
     "not the first number": {6: "min(bad, key=lambda one: one[1])[2:] if bad else None"},
     "while it rests, too": {7: "(static + dynamic * frequency ** 3) * (work / frequency + rest)"},
@@ -46,6 +48,10 @@ WRONG = {
     },
     "the static watts are paid while it rests": {
         7: "static * work / frequency + dynamic * frequency ** 2 * work"
+    },
+    "watts are no joules": {7: "static * (work / frequency + rest) + dynamic * frequency ** 3"},
+    "the dynamic watts fall with f³": {
+        7: "static * (work / frequency + rest) + dynamic * frequency * work"
     },
     "not the energy of a step": {7: "static + dynamic"},
 }
@@ -67,7 +73,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
     ("wrong", "mistake"),
     [
         ({2: "ordered[:, -2] - ordered[:, -1]"}, "the culprit is missed"),
-        ({5: "float(memory[-1] - memory[0]) / (len(memory) - 1)"}, "a false alarm"),
+        ({5: "float(memory[-1] - memory[0]) / (len(memory) - 1)"}, "not their mean"),
         ({6: "max(bad)[2:] if bad else None"}, "the culprit is missed"),
     ],
 )

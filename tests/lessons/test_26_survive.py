@@ -41,6 +41,17 @@ WRONG = {
     "one number too many of a shard": {
         5: "np.fromfile(file)[first - old[rank] : last - old[rank] + 1]"
     },
+    "the overlap ends at the later stop": {4: "(max(start, old[rank]), max(stop, old[rank + 1]))"},
+    "the overlap begins at the earlier start": {
+        4: "(min(start, old[rank]), min(stop, old[rank + 1]))"
+    },
+    "and do not end where it ends": {5: "np.fromfile(file)[first - old[rank] :]"},
+    "not end where it ends": {5: "np.fromfile(file)[first - old[rank] : last]"},
+    "one number too late": {4: "(max(start, old[rank]), min(stop, old[rank + 1]) + 1)"},
+    "all numbers of the shard up to the overlap's end": {
+        5: "np.fromfile(file)[: last - old[rank]]"
+    },
+    "the 2 stands under the root": {6: "2 * (save * between) ** 0.5"},
     "an interruption loses half an interval": {6: "(save * between) ** 0.5"},
     "the factor 2 is on the wrong side": {6: "(save * between / 2) ** 0.5"},
     "its square is not yet": {6: "2 * save * between"},
