@@ -84,11 +84,13 @@ def words(_: list[Lesson]) -> list[str]:
 
 
 def links_to_notes(lesson: Lesson) -> list[str]:
-    """Return the line of a story that links its sections in NOTES.md, those it teaches first."""
+    """Return the line of a story that links its sections in NOTES.md, those it teaches first, and
+    its Chinese twin."""
     held = [place for place in sections() if lesson.number in place.lessons]
     held.sort(key=lambda place: place.lessons.index(lesson.number) > 0)
     links = [f"[{place.where}](../NOTES.md#{_anchor(place.where)})" for place in held]
-    return [f"In the notes: {', '.join(links)}."]
+    chinese = " [中文](README.zh.md)" * lesson.part("README.zh.md").is_file()
+    return [f"In the notes: {', '.join(links)}.{chinese}"]
 
 
 def _anchor(where: str) -> str:
