@@ -111,10 +111,12 @@ def _rows(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    """Return the numbers that a reader sees, outside of code and links."""
+    """Return the numbers that a reader sees, outside of code and links: 4,096 as 4096, 07 as 7, and
+    0.13 billion as the 1.3 of 1.3 亿."""
     told = TRANSLATED.sub("", FENCE.sub("", text))
     plain = re.sub(r"`[^`\n]+`|\]\([^)]*\)|<!--.*?-->", "", told, flags=re.DOTALL)
-    return NUMBER.findall(plain)
+    plain = re.sub(r"(\d+(?:\.\d+)?) billion", lambda found: f"{10 * float(found[1]):g}", plain)
+    return [f"{float(found.replace(',', '')):g}" for found in NUMBER.findall(plain)]
 
 
 def _has(text: str, term: Term) -> bool:
@@ -133,7 +135,7 @@ def _has(text: str, term: Term) -> bool:
 
 def _has_chinese(text: str, term: Term) -> bool:
     """Return whether a Chinese text uses the term, or one of its names."""
-    names = [re.sub(r" \(.*\)", "", name) for name in term.zh.split("，")]
+    names = [re.sub(r" ?[(（].*[)）]", "", name) for name in term.zh.split("，")]
     return any(name in text for name in [*names, *term.also])
 
 
