@@ -1,4 +1,4 @@
-"""Lesson 15: ZeRO-2: every gradient is computed, and no rank ever holds all of them.
+"""Lesson 15: ZeRO-2: each rank keeps the sums of its own part of the gradient.
 
 mpirun -n 4 python lessons/15_zero2/lesson.py
 python lessons/15_zero2/lesson.py                             # no launcher: four threads

@@ -87,6 +87,6 @@ def norm(shards, whole, mesh):
 
 
 def layout(sent):
-    """Return the axes, outermost first, as they should lie on machines; `sent` has the bytes per
-    step on each axis."""
+    """Return the axes, outermost first, so that the axis with the most bytes is innermost; `sent` has
+    the bytes per step on each axis. (What waits also decides, section 5; here only bytes count.)"""
     return hole(11, "which one needs the fastest links, those between neighbours?", sent)

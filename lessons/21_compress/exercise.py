@@ -8,6 +8,9 @@ model; batches are global.
                              differ in length
     group.all_reduce(x)      their sum, on every rank
     p.grad, p.data           a parameter's gradient and its weights, arrays of its shape
+    np.argpartition(x, -k)   positions; its last k are those of the k largest numbers of x
+    np.add.at(x, at, values) adds also where a position occurs twice, which x[at] += values does
+                             not
 """
 
 import numpy as np

@@ -55,7 +55,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
         5.4,
         "A slow rank: it computes longest and waits least",
         f"{RANKS} processes; from step {FROM} on rank {VICTIM} computes 1.5 times as long. "
-        "Left: recorded by each rank. Middle: the same on a clock without other programs. "
+        "Left: recorded by each rank. Middle: a simulated clock, the mean of 30 steps.  "
         "Right: section 6.",
     )
     _processor(figure.add_axes((0.05, 0.14, 0.31, 0.60)), recorded["steps"])
@@ -173,7 +173,7 @@ def draw_hang(recorded: dict[str, Any], folder: Path, name: str) -> None:
         ax.text(
             last + 0.55,
             rank,
-            "waits" if last == newest else "the others wait for it",
+            "waits" if last == newest else "rank 0 waits for it",
             va="center",
             fontsize=10,
             color=look.INK,
