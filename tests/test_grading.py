@@ -1,5 +1,6 @@
 """Holes, grades, and how a student's error becomes a result."""
 
+import os
 from collections.abc import Iterator
 from math import isclose
 from pathlib import Path
@@ -321,3 +322,12 @@ def test_a_figure_whose_run_fails_ends_in_one_line(
     monkeypatch.setattr("sys.argv", ["figure.py", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"^figure: rank 0: no g\+\+ here; install it$"):
         draw_figure(record, lambda recorded, folder: None, tmp_path, size=1)
+
+
+def test_a_file_that_changes_within_a_second_is_read_again(tmp_path: Path) -> None:
+    """Python's cache of compiled files knows a file by its second and its size."""
+    file = tmp_path / "answer.py"
+    for text in ("value = 1", "value = 2"):
+        file.write_text(text, encoding="utf-8")
+        os.utime(file, (1e9, 1e9))
+        assert f"value = {load_module(file, '03').value}" == text
