@@ -32,12 +32,17 @@ class Passage:
     title: str
     lessons: tuple[str, ...]
 
+    @property
+    def anchor(self) -> str:
+        """Return the anchor of the section's row in NOTES.md, as n0-211 of "N0:211-231"."""
+        return self.where.partition("-")[0].lower().replace(":", "-")
+
 
 def find_places(question: str) -> list[Passage]:
     """Return the places of a line of the notes ("N2:398") or of a word, the best first; [] if there
     is none."""
-    if line := LINE.fullmatch(question):
-        return [place for place in sections() if _covers(place, f"N{line[1]}", int(line[2]))]
+    if LINE.fullmatch(question):
+        return [place for place in sections() if _covers(place, question)]
     word = question.casefold()
     found = [place for place in sections() if word in place.title.casefold()]
     for lesson in every_lesson():
@@ -54,10 +59,12 @@ def sections() -> Iterator[Passage]:
         )
 
 
-def _covers(place: Passage, document: str, line: int) -> bool:
+def _covers(place: Passage, line: str) -> bool:
+    """Return whether a section has a line, such as "N2:398"."""
+    document, _, number = line.partition(":")
     there, _, lines = place.where.partition(":")
     first, _, last = lines.partition("-")
-    return there == document and int(first) <= line <= int(last)
+    return there == document and int(first) <= int(number) <= int(last)
 
 
 def _headings(lesson: Lesson) -> Iterator[Passage]:

@@ -4,18 +4,12 @@ for term in terms():
     print(term.en, term.zh, term.means)
 """
 
-import sys
 from functools import cache
 from pathlib import Path
 
 import msgspec
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-from minidist.lessons.finding import sections
+from minidist.reading import read_toml
 
 FILE = Path(__file__).with_name("glossary.toml")
 
@@ -35,16 +29,4 @@ class Term(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @cache
 def terms() -> tuple[Term, ...]:
     """Return all terms, in the order of the course."""
-    found = tomllib.loads(FILE.read_text(encoding="utf-8"))["term"]
-    return msgspec.convert(tuple(found), tuple[Term, ...])
-
-
-def row_of(line: str) -> str:
-    """Return the anchor in NOTES.md of a line of the notes: n2-459 of "N2:475"."""
-    document, _, number = line.partition(":")
-    for place in sections():
-        there, _, lines = place.where.partition(":")
-        first, _, last = lines.partition("-")
-        if there == document and int(first) <= int(number) <= int(last):
-            return f"{document.lower()}-{first}"
-    raise ValueError(f"{line}: no section of NOTES.md has it")
+    return msgspec.convert(read_toml(FILE)["term"], tuple[Term, ...])

@@ -10,8 +10,8 @@ A test fails where a list or a table and a head differ.
 from minidist import lessons
 from minidist.files import whole
 from minidist.lessons import Lesson
-from minidist.lessons.finding import sections
-from minidist.lessons.glossary import row_of, terms
+from minidist.lessons.finding import find_places, sections
+from minidist.lessons.glossary import terms
 
 ROOT = lessons.FOLDER.parent
 BEGIN = "<!-- made by: python -m minidist.lessons.table -->"
@@ -78,7 +78,10 @@ def words(_: list[Lesson]) -> list[str]:
     use it."""
     rows = ["| term | 中文 | what it means | notes |", "| --- | --- | --- | --- |"]
     for term in terms():
-        link = f"[{term.notes}](../lessons/NOTES.md#{row_of(term.notes)})" if term.notes else ""
+        link = ""
+        if term.notes:
+            (section,) = find_places(term.notes)
+            link = f"[{term.notes}](../lessons/NOTES.md#{section.anchor})"
         rows.append(f"| {term.en} | {term.zh} | {term.means} | {link} |".replace("|  |", "| |"))
     return rows
 
@@ -88,14 +91,9 @@ def links_to_notes(lesson: Lesson) -> list[str]:
     its Chinese twin."""
     held = [place for place in sections() if lesson.number in place.lessons]
     held.sort(key=lambda place: place.lessons.index(lesson.number) > 0)
-    links = [f"[{place.where}](../NOTES.md#{_anchor(place.where)})" for place in held]
+    links = [f"[{place.where}](../NOTES.md#{place.anchor})" for place in held]
     chinese = " [中文](README.zh.md)" * lesson.part("README.zh.md").is_file()
     return [f"In the notes: {', '.join(links)}.{chinese}"]
-
-
-def _anchor(where: str) -> str:
-    """Return the anchor of a row of NOTES.md, as n0-211 of "N0:211-231"."""
-    return where.partition("-")[0].lower().replace(":", "-")
 
 
 TABLES = {

@@ -13,6 +13,7 @@ in the same way.
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,6 +92,15 @@ def decoded(content: bytes) -> Any:
         raise ConfigError("its JSON has lists nested too deeply") from None
     except ValueError as error:
         raise ConfigError(f"it is not JSON: {str(error).splitlines()[0]}") from error
+
+
+def read_toml(file: str | Path, *, most: int = MOST_BYTES) -> dict[str, Any]:
+    """Return the value of a TOML file. Raises: as read_text; ValueError if it is not TOML."""
+    if sys.version_info >= (3, 11):  # here: `import minidist` reads no TOML
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(read_text(file, most=most))
 
 
 def require_shallow(value: Any) -> None:

@@ -11,7 +11,6 @@ texts for --course have other numbers.
 
 import argparse
 import ast
-import os
 import shlex
 import unicodedata
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING
 from minidist import holes
 from minidist.cli.check import show, show_printed
 from minidist.cli.gradescope import add_grading_arguments, graded_and_written
+from minidist.cli.lesson import write_new
 from minidist.console import fail, shown, whole_number, write_json
-from minidist.files import DISK_FAILED, check_writable, scratch, whole
+from minidist.files import check_writable, scratch
 from minidist.reading import visible
 
 if TYPE_CHECKING:  # it loads the planner, which only an assignment needs
@@ -65,7 +65,11 @@ def run(args: argparse.Namespace) -> int:
         fail("give a FILE to grade, or --copy DIR to write the file with holes: one of the two")
     found = assignments.assignment(args.number, student=student, course=course)
     if args.copy:
-        return _copy(args.number, found, Path(args.copy), _options(student, course))
+        target = Path(args.copy) / f"assignment_{args.number}.py"
+        name = write_new(target, found.task_file)
+        options = _options(student, course)
+        print(f"{name}: fill its holes, then: minidist assignment {args.number} {name} {options}")
+        return 0
     check_writable("--json", args.json)
     return _grade(args, found, student, course)
 
@@ -85,24 +89,6 @@ def _name(option: str, text: str) -> str:
 def _options(student: str, course: str) -> str:
     """Return the options by which a student's assignment is graded."""
     return shlex.join(["--student", student, *(["--course", course] if course else [])])
-
-
-def _copy(number: int, found: "Assignment", folder: Path, options: str) -> int:
-    """Write the file with holes to `folder`; an existing file is never overwritten."""
-    target = folder / f"assignment_{number}.py"
-    if os.path.exists(target):
-        fail(f"{target} is already there; choose another folder or move it away")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with whole(target) as draft:
-            draft.write_text(found.task_file, encoding="utf-8")
-    except OSError as error:
-        if error.errno in DISK_FAILED:
-            raise
-        fail(f"cannot write {shown(str(target))[1:-1]}: {error.strerror}")
-    name = visible(str(target))
-    print(f"{name}: fill its holes, then: minidist assignment {number} {name} {options}")
-    return 0
 
 
 def _grade(args: argparse.Namespace, found: "Assignment", student: str, course: str) -> int:

@@ -296,16 +296,22 @@ def _copy(lesson: Lesson, folder: Path, *, is_blank: bool) -> int:
     overwritten."""
     exercise = lesson.part("exercise.py").read_text(encoding="utf-8")
     target = folder / f"exercise_{lesson.number}.py"
+    name = write_new(target, blank(exercise) if is_blank else exercise)
+    print(f"{name}: fill its holes, then: minidist check {lesson.number} {name}")
+    return 0
+
+
+def write_new(target: Path, text: str) -> str:
+    """Write a student's file, into a folder that is made if need be; return its name as it is
+    shown. Raises: ConfigError if it is there, or cannot be written; OSError if the disk is full."""
     if os.path.exists(target):
         fail(f"{target} is already there; choose another folder or move it away")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         with whole(target) as draft:
-            draft.write_text(blank(exercise) if is_blank else exercise, encoding="utf-8")
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
         if error.errno in DISK_FAILED:
             raise
         fail(f"cannot write {shown(str(target))[1:-1]}: {error.strerror}")
-    name = visible(str(target))
-    print(f"{name}: fill its holes, then: minidist check {lesson.number} {name}")
-    return 0
+    return visible(str(target))

@@ -13,7 +13,6 @@ notes: N2 §10.6, N4 §1, §3.
 """
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -24,15 +23,10 @@ import msgspec
 
 from minidist.console import meant
 from minidist.errors import ConfigError
-from minidist.reading import NotNegative, Positive, read_text, require
+from minidist.reading import NotNegative, Positive, read_toml, require
 from minidist.simulate.device import Device, Tier
 from minidist.simulate.names import known_name, suggestion
 from minidist.simulate.topology import Link, Topology, Wire, most_even
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MOST_BYTES = 16 << 20  # of a file of clusters
 Places = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -241,7 +235,7 @@ def _tables(file: str | Path | None) -> dict[str, dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {"wire": {}, "tier": {}, "cluster": {}}
     for path in [OWN_FILE, *([Path(file)] if file else [])]:
         try:
-            read = require(tomllib.loads(read_text(path, most=MOST_BYTES)), _ClusterFile)
+            read = require(read_toml(path, most=MOST_BYTES), _ClusterFile)
         except OSError as error:
             raise ConfigError(f"cluster file {path}: {error.strerror}") from error
         except (ValueError, RecursionError) as error:

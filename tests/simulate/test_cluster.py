@@ -3,7 +3,8 @@
 import pytest
 
 from minidist.errors import ConfigError
-from minidist.simulate.cluster import OWN_FILE, Cluster, names, tomllib
+from minidist.reading import read_toml
+from minidist.simulate.cluster import OWN_FILE, Cluster, names
 
 KNOWN = ["a100-40g", "a100-80g", "b200", "h100", "h200", "mi300x", "tpu-v4", "tpu-v5p", "v100"]
 OWN = """
@@ -34,7 +35,7 @@ def test_the_clusters_there_are():
 
 
 def test_every_number_has_a_source():
-    tables = tomllib.loads(OWN_FILE.read_text(encoding="utf-8"))
+    tables = read_toml(OWN_FILE)
     for kind in ("wire", "tier", "cluster"):
         for name, entry in tables[kind].items():
             numbers = {
