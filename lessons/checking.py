@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from minidist.errors import CommError
-from minidist.grading import Known, Result, Signs, TaskFailed, named
+from minidist.grading import Known, Result, Signs, TaskFailed, judge, named
 from minidist.launch import run
 from minidist.lessons.lab import difference
 
@@ -103,6 +103,19 @@ def replicas(task: str, ranks: Sequence[np.ndarray], mistake: str, advice: str) 
     number."""
     apart = np.max([difference(mine, ranks[0]) for mine in ranks])  # a NaN of any rank stays
     return Result(task, bool(apart < 1e-12), "equal", f"apart by {apart:.1e}", mistake, advice)
+
+
+def pair(task: str, answer: Any, advice: str) -> Result:
+    """Return a Result that passes if an answer is two numbers."""
+    is_several = isinstance(answer, tuple | list)
+    return judge(
+        task,
+        is_several and len(answer) == 2,
+        "two numbers",
+        f"{len(answer)} numbers" if is_several else type(answer).__name__,
+        "not a pair",
+        advice,
+    )
 
 
 Lane = tuple[str, Sequence[tuple[str, float, float]]]

@@ -11,7 +11,7 @@ import numpy as np
 
 from minidist.errors import MinidistError
 from minidist.grading import Known, Mistake, Result, expect, judge, variant
-from minidist.lessons.checking import parity
+from minidist.lessons.checking import pair, parity
 from minidist.lessons.lab import alone, new_model, random_batch, weights
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
@@ -117,7 +117,7 @@ def _dealt(devices: list[Device], whole: np.ndarray) -> list[list[int]]:
 def _rows(
     task: str, target: list[list[int]], mine: list[list[int]], shape: tuple[int, ...]
 ) -> Result:
-    """The rows of the first batch that each device had, in their order."""
+    """Check which rows of the first batch each device had, in order."""
     had = [row for part in mine for row in part]
     every = [row for part in target for row in part]
     sizes = [len(part) for part in mine]
@@ -146,7 +146,7 @@ def _rows(
 
 
 def _copies(task: str, models: list[GPT], devices: list[Device]) -> Result:
-    """Whether each replica computed with device 0's weights, in arrays of its own."""
+    """Check that each replica computed with device 0's weights, and has its own arrays."""
     shared = any(
         np.shares_memory(p.data, q.data)
         for model in models[1:]
@@ -179,7 +179,7 @@ def _copies(task: str, models: list[GPT], devices: list[Device]) -> Result:
 
 
 def _known(replicas: int, rows: int) -> Known:
-    """What the mistakes of DP 4 and DP 5 give: device 0's weights."""
+    """Return the weights of device 0 after each known mistake of steps DP 4 and DP 5."""
     cut = "np.array_split(np.asarray(gathered.grad), len(replicas))"
     sums = "sum(p.grad for p in same)"
     both = "section 2, DP 4 (hole 3)"
@@ -235,7 +235,7 @@ def _other_way(replicas: int, rows: int, old: str, new: str) -> np.ndarray:
 
 
 def _traffic(exercise: ModuleType, replicas: int, rows: int) -> Iterator[Result]:
-    """The formulas, compared with the ledger of one step."""
+    """Check the formulas by the ledger of one step."""
     model = new_model(CONFIG)
     strategy = DataParallel(model, replicas)
     inputs, targets = random_batch(CONFIG, 0, rows)
@@ -246,12 +246,9 @@ def _traffic(exercise: ModuleType, replicas: int, rows: int) -> Iterator[Result]
     output = 8 * CONFIG.context * CONFIG.vocabulary
     answer = exercise.through_device_0(nbytes, row, output, rows, replicas)
     task = f"{replicas} devices, {rows} rows, bytes that device 0"
-    yield judge(
+    yield pair(
         f"{task} sends and receives",
-        isinstance(answer, tuple | list) and len(answer) == 2,
-        "two numbers",
-        f"{len(answer)} numbers" if isinstance(answer, tuple | list) else type(answer).__name__,
-        "not a pair",
+        answer,
         "(bytes that device 0 sends, bytes that it receives) (hole 5)",
     )
     sends, receives = answer
@@ -300,7 +297,7 @@ def _traffic(exercise: ModuleType, replicas: int, rows: int) -> Iterator[Result]
 
 
 def _close(mine: Any, value: float) -> bool:
-    """Whether two counts of bytes are equal, but for the rounding of a division."""
+    """Return whether two counts of bytes are equal up to the rounding of a division."""
     return bool(np.isclose(mine, value, rtol=1e-9, atol=0))
 
 

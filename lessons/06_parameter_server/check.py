@@ -13,7 +13,7 @@ from minidist.comm.group import Group
 from minidist.console import plural, size_text
 from minidist.grading import Mistake, Result, expect, judge, totals, variant
 from minidist.launch import run
-from minidist.lessons.checking import on_ranks, parity
+from minidist.lessons.checking import on_ranks, pair, parity
 from minidist.lessons.lab import new_model, random_batch, weights
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
@@ -57,7 +57,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _keys(exercise: ModuleType, servers: int) -> Result:
-    """No server has more than the library's fullest."""
+    """Check that no server has more than the library's fullest one."""
     sizes = [parameter.size for parameter in new_model(CONFIG).parameters()]
     target = max(sum(sizes[key] for key in share) for share in assign(sizes, servers))
     owner = exercise.divide(sizes, servers)
@@ -84,7 +84,7 @@ def _keys(exercise: ModuleType, servers: int) -> Result:
 
 
 def _job(group: Group, exercise: ModuleType, workers: int) -> np.ndarray:
-    """A rank's weights after the steps of the student's functions."""
+    """Return a rank's weights after the steps of the student's functions."""
     model = new_model(CONFIG)
     if group.rank == workers:
         exercise.plain_server(model, SGD(list(model.parameters()), RATE), group, workers, STEPS)
@@ -96,7 +96,7 @@ def _job(group: Group, exercise: ModuleType, workers: int) -> np.ndarray:
 
 
 def _serial(scale: float = 1.0, rows: slice = slice(None)) -> np.ndarray:
-    """One process; `scale` on every gradient, of those `rows` alone."""
+    """Return the weights of one process; each gradient is of only `rows`, times `scale`."""
     model = new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), RATE * scale)
     single = Single(
@@ -216,7 +216,7 @@ def _bound(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _traffic(exercise: ModuleType, workers: int, servers: int) -> Iterator[Result]:
-    """The formulas, compared with the ledger of one step."""
+    """Check the formulas by the ledger of one step."""
 
     def step(world: Group) -> int:
         server = ParameterServer(new_model(CONFIG), world, servers=servers)
@@ -227,12 +227,9 @@ def _traffic(exercise: ModuleType, workers: int, servers: int) -> Iterator[Resul
     nbytes = sum(p.data.nbytes for p in new_model(CONFIG).parameters())
     answer = exercise.link_bytes(nbytes, workers, servers)
     task = f"{workers} workers, {plural(servers, 'server')}, in and out of"
-    yield judge(
+    yield pair(
         f"{task} a server and of a rank of a ring",
-        isinstance(answer, tuple | list) and len(answer) == 2,
-        "two numbers",
-        f"{len(answer)} numbers" if isinstance(answer, tuple | list) else type(answer).__name__,
-        "not a pair",
+        answer,
         "(bytes of a server, bytes of a rank of a ring) (hole 7)",
     )
     server, ring = answer

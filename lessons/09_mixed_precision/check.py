@@ -327,7 +327,7 @@ def _alone(exercise: ModuleType, fine: list[np.ndarray], value: float, place: in
 
 
 def _scale(exercise: ModuleType) -> Result:
-    """Beside the library's LossScale."""
+    """Compare the scale with the library's LossScale, step by step."""
     ours = LossScale(SCALE, patience=3)
     theirs = exercise.Scaler(SCALE, 3)
     target = []
@@ -362,34 +362,42 @@ def _scale(exercise: ModuleType) -> Result:
 
 
 def _clipped(exercise: ModuleType) -> Iterator[Result]:
-    """The factor on two ranks, beside the library's; a gradient that is short enough stays."""
+    """Compare the factor on two ranks with the library's, for a long and for a short gradient."""
     for clip, what in ((CLIP, "long"), (100.0, "short")):
 
-        def factors(group: Group, clip: float = clip) -> tuple[float, ...]:
+        def factors(group: Group, clip: float = clip) -> dict[str, float]:
+            """Return the factor of the student, of the library, and of four mistakes."""
             draw = np.random.default_rng(group.rank)
             gradients = [draw.normal(size=6).astype(np.float16) * np.float16(SCALE)]
             squares = float(np.sum(np.square(gradients[0], dtype=np.float64)))
             norm = float(np.sum(group.all_gather(np.array([squares])))) ** 0.5
+            lengths = {
+                "right": norm / SCALE,
+                "scaled": norm,
+                "own": squares**0.5 / SCALE,
+                "squared": (norm / SCALE) ** 2,
+                "twice": norm * SCALE,
+            }
             mine = exercise.clip_factor(gradients, SCALE, group, clip)
-            wrong = (norm, squares**0.5 / SCALE, (norm / SCALE) ** 2, norm * SCALE)
-            return (
-                clip_scale(norm / SCALE, clip),
-                float(mine),
-                *(clip_scale(length, clip) for length in wrong),
-            )
+            return {
+                "mine": float(mine),
+                **{name: clip_scale(length, clip) for name, length in lengths.items()},
+            }
 
-        target, mine, scaled, own, squared, twice = run(factors, size=2, limit=LIMIT)[0]
+        found = run(factors, size=2, limit=LIMIT)[0]
         yield expect(
             f"clip factor of a {what} gradient",
-            target,
-            mine,
+            found["right"],
+            found["mine"],
             "another factor",
             "clip bounds the true gradient: section 7 (hole 9)",
             known={
-                "clipped while still scaled: the step is the scale times too short": scaled,
-                "this rank's gradients only": own,
-                "the square of the norm": squared,
-                "scaled once more, not unscaled": twice,
+                "clipped while still scaled: the step is the scale times too short": found[
+                    "scaled"
+                ],
+                "this rank's gradients only": found["own"],
+                "the square of the norm": found["squared"],
+                "scaled once more, not unscaled": found["twice"],
                 "not clipped": 1.0,
             },
             same=partial(np.isclose, rtol=1e-4),

@@ -55,7 +55,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _columns(exercise: ModuleType, heads: int, rank: int, size: int) -> Result:
-    """Beside the library's, and beside what two mistakes give."""
+    """Compare the columns with the library's, and with what known mistakes give."""
     width = 4
     target = np.concatenate(
         head_columns(heads, heads, width, head_shares(heads, heads, size))[rank]
@@ -112,7 +112,7 @@ def _weights() -> dict[str, np.ndarray]:
 
 
 def _run_mlp(group: Group, exercise: ModuleType) -> dict[str, Any]:
-    """The student's MLP with this rank's part."""
+    """Run the student's MLP with this rank's part; return what it gives."""
     w = _weights()
     own = np.array_split(np.arange(HIDDEN), group.size)[group.rank]
     up = w["up"][:, own]
@@ -130,91 +130,106 @@ def _run_mlp(group: Group, exercise: ModuleType) -> dict[str, Any]:
 
 
 def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
-    """Results and gradients beside the whole MLP's by the tape."""
+    """Compare the results and gradients of the ranks with those of the whole MLP by the tape."""
     w = _weights()
     leaf = {name: tensor(w[name], requires_grad=True) for name in ("x", "up", "down", "bias")}
     whole = ops.linear(ops.relu(ops.linear(leaf["x"], leaf["up"])), leaf["down"], leaf["bias"])
     whole.backward(w["dy"])
-    own = ranks[0]["own"]
+    grads = {name: np.asarray(found.grad) for name, found in leaf.items()}
+    on = f"on {plural(size, 'rank')}"
+    yield _output(f"y {on}", whole.data, ranks)
+    yield _input_gradient(f"dx {on}", grads["x"], ranks)
+    yield _bias_gradient(f"gradient of the bias {on}", grads["bias"], ranks)
+    for name in ("up", "down"):
+        yield _matrix_gradient(f"gradient of {name} {on}", name, grads[name], ranks)
+
+
+def _output(task: str, y: np.ndarray, ranks: list[dict[str, Any]]) -> Result:
+    """Compare the ranks' y with the whole MLP's."""
+    w = _weights()
+    size = len(ranks)
     bias = w["bias"]
-    part = np.maximum(w["x"] @ w["up"][:, own], 0) @ w["down"][own]
     parts = [
         np.maximum(w["x"] @ w["up"][:, rank["own"]], 0) @ w["down"][rank["own"]] for rank in ranks
     ]
-    y = whole.data
-    yield _same(
-        f"y on {plural(size, 'rank')}",
+    return _same(
+        task,
         y,
         ranks,
         "y",
         {
             "every rank adds the bias: it counts P times": y + (size - 1) * bias,
             "the bias is missing": y - bias,
-            "partial sums are not added up": part + bias,
+            "partial sums are not added up": parts[0] + bias,
             "a mean, not a sum": (y - bias) / size + bias,
             "the largest of the ranks' partial sums, not their sum": np.max(parts, axis=0) + bias,
-            "neither partial sums added up nor the bias": part,
+            "neither partial sums added up nor the bias": parts[0],
         },
         "is a rank's product some columns of y, or a partial sum? And how often may the bias be in "
         "y? section 1 (hole 3)",
     )
-    inner = (w["dy"] @ w["down"][own].T) * (w["x"] @ w["up"][:, own] > 0)
-    dx = leaf["x"].grad
-    assert dx is not None and leaf["bias"].grad is not None
-    yield _same(
-        f"dx on {plural(size, 'rank')}",
+
+
+def _input_gradient(task: str, dx: np.ndarray, ranks: list[dict[str, Any]]) -> Result:
+    """Compare the ranks' gradient of the input with the tape's."""
+    w = _weights()
+    parts = [
+        (w["dy"] @ w["down"][rank["own"]].T * (w["x"] @ w["up"][:, rank["own"]] > 0))
+        @ w["up"][:, rank["own"]].T
+        for rank in ranks
+    ]
+    return _same(
+        task,
         dx,
         ranks,
         "dx",
         {
-            "f forgotten: only this rank's columns": inner @ w["up"][:, own].T,
-            "a mean, not a sum": dx / size,
+            "f forgotten: only this rank's columns": parts[0],
+            "a mean, not a sum": dx / len(ranks),
             "relu's gradient is missing": w["dy"] @ w["down"].T @ w["up"].T,
-            "the largest of the ranks' gradients, not their sum": np.max(
-                [
-                    (w["dy"] @ w["down"][rank["own"]].T * (w["x"] @ w["up"][:, rank["own"]] > 0))
-                    @ w["up"][:, rank["own"]].T
-                    for rank in ranks
-                ],
-                axis=0,
-            ),
+            "the largest of the ranks' gradients, not their sum": np.max(parts, axis=0),
         },
         "every rank's columns used the same x: what is x's gradient, then? section 1 (hole 5)",
     )
-    yield _same(
-        f"gradient of the bias on {plural(size, 'rank')}",
-        leaf["bias"].grad,
+
+
+def _bias_gradient(task: str, grad: np.ndarray, ranks: list[dict[str, Any]]) -> Result:
+    """Compare the ranks' gradient of the bias with the tape's."""
+    dy = _weights()["dy"]
+    return _same(
+        task,
+        grad,
         ranks,
         "dbias",
         {
-            "counted P times": leaf["bias"].grad * size,
-            "this is dy, not its sum over the rows": w["dy"],
-            "a mean over the rows": leaf["bias"].grad / ROWS,
-            "divided by the ranks": leaf["bias"].grad / size,
-            "one number, not one for each of the bias's": np.asarray(w["dy"].sum()),
-            "summed over the wrong dim": w["dy"].sum(axis=1),
+            "counted P times": grad * len(ranks),
+            "this is dy, not its sum over the rows": dy,
+            "a mean over the rows": grad / ROWS,
+            "divided by the ranks": grad / len(ranks),
+            "one number, not one for each of the bias's": np.asarray(dy.sum()),
+            "summed over the wrong dim": dy.sum(axis=1),
         },
         "each number of the bias was added to every row, on every rank alike: section 1 (hole 6)",
     )
-    for name in ("up", "down"):
-        grads = [
-            np.take(np.asarray(leaf[name].grad), rank["own"], axis=int(name == "up"))
-            for rank in ranks
-        ]
-        right = all(
-            np.allclose(rank["d" + name], target) for rank, target in zip(ranks, grads, strict=True)
-        )
-        yield Result(
-            f"gradient of {name} on {plural(size, 'rank')}",
-            right,
-            "that of the own part",
-            "equal" if right else "another",
-            "not that of the own rows" if name == "down" else "inner or dy was changed on the way",
-            "these rows are on this rank only, and dy is whole: what of their gradient could another "
-            "rank have? section 1 (hole 4)"
-            if name == "down"
-            else "leave what is given unchanged (hole 3)",
-        )
+
+
+def _matrix_gradient(task: str, name: str, grad: np.ndarray, ranks: list[dict[str, Any]]) -> Result:
+    """Compare each rank's gradient of its part of a matrix with the tape's."""
+    own = [np.take(grad, rank["own"], axis=int(name == "up")) for rank in ranks]
+    right = all(
+        np.allclose(rank["d" + name], target) for rank, target in zip(ranks, own, strict=True)
+    )
+    return Result(
+        task,
+        right,
+        "that of the own part",
+        "equal" if right else "another",
+        "not that of the own rows" if name == "down" else "inner or dy was changed on the way",
+        "these rows are on this rank only, and dy is whole: what of their gradient could another "
+        "rank have? section 1 (hole 4)"
+        if name == "down"
+        else "leave what is given unchanged (hole 3)",
+    )
 
 
 def _same(
@@ -264,7 +279,7 @@ class WatchedGroup:
         self.numbers = 0
 
     def all_reduce(self, x: Any, *args: Any, **options: Any) -> Any:
-        """As the group's own."""
+        """Return what the group's all_reduce returns, and count the numbers."""
         self.numbers += np.asarray(x).size
         return self.group.all_reduce(x, *args, **options)
 
@@ -290,7 +305,7 @@ def _logits(scale: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
-    """Beside the library's, of the whole vocabulary."""
+    """Compare the loss with the library's over the whole vocabulary."""
     on = f"on {plural(size, 'rank')}"
     for number, (name, scale) in enumerate(
         (("loss", 1.0), ("loss of logits in the ten thousands", 4000.0))

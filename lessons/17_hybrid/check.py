@@ -69,7 +69,7 @@ def _name(shape: dict[str, int]) -> str:
 
 
 def _real(world: Group, shape: dict[str, int]) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """A real mesh's coordinates and groups of this rank."""
+    """Return this rank's coordinates in a real mesh, and its groups."""
     mesh = md.Mesh(world, **shape)
     found = (
         {axis: mesh.coordinates[axis] for axis in shape},
@@ -131,6 +131,10 @@ def _places(exercise: ModuleType, shape: dict[str, int], real: list[Any]) -> Ite
                 )
 
 
+SUM_OF_PARTS = 'tp.all_reduce(inner @ down, algorithm="ring")'
+SUM_OF_INPUTS = 'tp.all_reduce(dinner @ up.T, algorithm="ring")'
+SUM_OF_REPLICAS = 'dp.all_reduce(gradient, algorithm="ring")'
+
 MISTAKES = {
     "rows by the rank of tp too: shards of one layer see different tokens": (
         "dp.size)[dp.rank]",
@@ -151,59 +155,59 @@ MISTAKES = {
         "4, 5, 8",
     ),
     "partial sums are not added up: only this rank's rows": (
-        'tp.all_reduce(inner @ down, algorithm="ring")',
+        SUM_OF_PARTS,
         "inner @ down",
         "6",
     ),
     "f forgotten: only this rank's columns": (
-        'tp.all_reduce(dinner @ up.T, algorithm="ring")',
+        SUM_OF_INPUTS,
         "dinner @ up.T",
         "7",
     ),
     "a mean of partial sums": (
-        'tp.all_reduce(inner @ down, algorithm="ring")',
+        SUM_OF_PARTS,
         "tp.all_reduce(inner @ down) / tp.size",
         "6",
     ),
     "added up over the replicas: their rows are others": (
-        'tp.all_reduce(inner @ down, algorithm="ring")',
+        SUM_OF_PARTS,
         "dp.all_reduce(inner @ down)",
         "6",
     ),
     "added up over the stages: their layers are others": (
-        'tp.all_reduce(inner @ down, algorithm="ring")',
+        SUM_OF_PARTS,
         "pp.all_reduce(inner @ down)",
         "6",
     ),
     "the hidden numbers are added up before the product": (
-        'tp.all_reduce(inner @ down, algorithm="ring")',
+        SUM_OF_PARTS,
         "tp.all_reduce(inner) @ down",
         "6",
     ),
     "the output has the wrong sign": ("y = tp", "y = -tp", "6"),
     "a mean of the input's gradients": (
-        'tp.all_reduce(dinner @ up.T, algorithm="ring")',
+        SUM_OF_INPUTS,
         "tp.all_reduce(dinner @ up.T) / tp.size",
         "7",
     ),
     "the input's gradient is added up over the replicas": (
-        'tp.all_reduce(dinner @ up.T, algorithm="ring")',
+        SUM_OF_INPUTS,
         "dp.all_reduce(dinner @ up.T)",
         "7",
     ),
     "the hidden gradients are added up before the product": (
-        'tp.all_reduce(dinner @ up.T, algorithm="ring")',
+        SUM_OF_INPUTS,
         "tp.all_reduce(dinner) @ up.T",
         "7",
     ),
     "the input's gradient has the wrong sign": ("dx = tp", "dx = -tp", "7"),
     "a mean: the loss was divided by all tokens before": (
-        'dp.all_reduce(gradient, algorithm="ring")',
+        SUM_OF_REPLICAS,
         "dp.all_reduce(gradient) / dp.size",
         "8",
     ),
     "nothing was added up: the replicas drift apart": (
-        'dp.all_reduce(gradient, algorithm="ring")',
+        SUM_OF_REPLICAS,
         "gradient",
         "8",
     ),
@@ -215,12 +219,12 @@ MISTAKES = {
     "uphill: the gradient is added": ("weights -=", "weights +=", "8"),
     "the learning rate is missing": ("lr * dp", "dp", "8"),
     "added up over tp: its ranks have other columns": (
-        'dp.all_reduce(gradient, algorithm="ring")',
+        SUM_OF_REPLICAS,
         "tp.all_reduce(gradient)",
         "8",
     ),
     "added up over pp: the stages have other weights": (
-        'dp.all_reduce(gradient, algorithm="ring")',
+        SUM_OF_REPLICAS,
         "pp.all_reduce(gradient)",
         "8",
     ),
@@ -229,7 +233,7 @@ MISTAKES = {
 
 
 def _one_step(world: Group, step: Any, shape: dict[str, int]) -> np.ndarray:
-    """A rank's weights after one step on 12 rows."""
+    """Return a rank's weights after one step on 12 rows."""
     draw = np.random.default_rng(0)
     inputs = draw.normal(size=(12, 4))
     targets = draw.normal(size=(12, 4))
@@ -251,7 +255,7 @@ def _stepped(step: Any, shape: dict[str, int]) -> list[np.ndarray]:
 
 
 def _step(exercise: ModuleType, shape: dict[str, int]) -> Result:
-    """One step beside the plain version's, and beside what mistakes lead to."""
+    """Compare one step with the plain version's, and with what known mistakes give."""
     task = f"weights after a step on {_name(shape)}"
     target = _stepped(plain_hybrid, shape)
     found = on_ranks(
@@ -304,7 +308,7 @@ def _gradients(mesh: Any) -> dict[str, np.ndarray]:
 
 
 def _run(world: Group, exercise: ModuleType, shape: dict[str, int]) -> dict[str, Any]:
-    """The student's sum and norm, and what they should be, on this rank."""
+    """Return the student's norm and those that the right code and mistakes give, on this rank."""
     mesh = md.Mesh(world, **shape)
     for axes in ("dp", "pp", "tp", ("pp", "tp"), ("dp", "tp"), ("dp", "pp"), ("dp", "pp", "tp")):
         mesh[axes]  # made by all, in one order: then a rank may use any

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _run(plan: dict[str, Any]) -> dict[str, Any]:
-    """Two steps on one rank."""
+    """Train two steps on one rank; return what its accounts say."""
     return md.run(lambda world: lab.train(world, plan, steps=2, config=SMALL), size=1, limit=60.0)[
         0
     ]
@@ -108,52 +108,68 @@ class _HostAdam(Adam):
         return super().step(*given, **options)
 
 
-def _plain(exercise: ModuleType) -> Iterator[Result]:
-    """Weights on both sides, and gradients on the device, beside the plain version's."""
+class _Trained(NamedTuple):
+    """What some steps of a loop leave on both sides."""
+
+    device: np.ndarray  # weights
+    host: np.ndarray  # weights
+    gradients: int  # parameters of the device that still have one
+    shared_weights: int  # weights of the device in the host's arrays
+    shared_gradients: int  # gradients of the host in the device's arrays
+    replaced: int  # arrays of the device that were replaced by new ones
+    given: int  # gradients that the updates were given
+
+
+def _trained(loop: Any) -> _Trained:
+    """Return what three steps of `loop(model, optimizer, batches, host)` leave."""
     ids = np.random.default_rng(0).integers(0, SMALL.vocabulary, (3, 2, SMALL.context + 1))
+    model = _Model(SMALL)
+    model.initialize(0)
+    host = [Parameter(p.data.copy(), name=p.name) for p in model.parameters()]
+    arrays = [p.data for p in model.parameters()]
+    optimizer = _HostAdam(host, model)
+    with np.errstate(all="ignore"):
+        loop(model, optimizer, [(part[:, :-1], part[:, 1:]) for part in ids], host)
+    parameters = list(model.parameters())
+    return _Trained(
+        device=np.concatenate([p.data.ravel() for p in parameters]),
+        host=np.concatenate([h.data.ravel() for h in host]),
+        gradients=sum(p.grad is not None for p in parameters),
+        shared_weights=sum(
+            np.shares_memory(p.data, h.data) for p, h in zip(parameters, host, strict=True)
+        ),
+        shared_gradients=optimizer.shared,
+        replaced=sum(p.data is not x for p, x in zip(parameters, arrays, strict=True)),
+        given=optimizer.given,
+    )
 
-    def trained(loop: Any) -> tuple[np.ndarray, np.ndarray, int, int, int, int, int]:
-        model = _Model(SMALL)
-        model.initialize(0)
-        host = [Parameter(p.data.copy(), name=p.name) for p in model.parameters()]
-        arrays = [p.data for p in model.parameters()]
-        optimizer = _HostAdam(host, model)
-        with np.errstate(all="ignore"):
-            loop(model, optimizer, [(part[:, :-1], part[:, 1:]) for part in ids], host)
-        shared = sum(
-            np.shares_memory(p.data, h.data) for p, h in zip(model.parameters(), host, strict=True)
-        )
-        replaced = sum(
-            p.data is not array for p, array in zip(model.parameters(), arrays, strict=True)
-        )
-        return (
-            np.concatenate([p.data.ravel() for p in model.parameters()]),
-            np.concatenate([h.data.ravel() for h in host]),
-            sum(p.grad is not None for p in model.parameters()),
-            shared,
-            optimizer.shared,
-            replaced,
-            optimizer.given,
-        )
 
+def _plain(exercise: ModuleType) -> Iterator[Result]:
+    """Compare the weights on both sides, and the gradients on the device, with the plain
+    version's."""
     target, found, start = (
-        trained(loop) for loop in (plain_offload, exercise.plain_offload, lambda *_: None)
+        _trained(loop) for loop in (plain_offload, exercise.plain_offload, lambda *_: None)
     )
     yield expect(
         "gradients on the device after a step",
         0,
-        found[2],
+        found.gradients,
         "they stay on the device",
         "p.zero_grad() once the copy is down, or the next step adds to them: section 1 (hole 1)",
     )
     yield expect(
         "gradients of the host that are the device's own arrays",
         0,
-        found[4],
+        found.shared_gradients,
         "the host reads device memory",
         "the gradient goes down: the host gets a copy of it: section 1 (hole 1)",
     )
-    right = np.array_equal(found[0], found[1])
+    yield from _weights(found, target, start)
+
+
+def _weights(found: _Trained, target: _Trained, start: _Trained) -> Iterator[Result]:
+    """Check the weights on the device, then on the host."""
+    right = np.array_equal(found.device, found.host)
     yield judge(
         "weights on the device",
         right,
@@ -161,34 +177,36 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
         "the host's" if right else "others",
         "other weights",
         "after the update each weight is the host's, number for number: section 1 (hole 2)",
-        signs={"the new weights never reach the device": np.array_equal(found[0], start[0])},
+        signs={
+            "the new weights never reach the device": np.array_equal(found.device, start.device)
+        },
     )
     yield expect(
         "weights on the device that are the host's own arrays",
         0,
-        found[3],
+        found.shared_weights,
         "the device reads host memory",
         "copy the numbers into the device's array: section 1 (hole 2)",
     )
     yield expect(
         "arrays of the device that were replaced by new ones",
         0,
-        found[5],
+        found.replaced,
         "the weights are another array",
         "buckets and collectives keep the old array: write into it: section 1 (hole 2)",
     )
-    moved = not np.array_equal(found[1], start[1])
+    moved = not np.array_equal(found.host, start.host)
     yield judge(
         "weights on the host",
-        np.allclose(found[1], target[1], rtol=1e-5),
+        np.allclose(found.host, target.host, rtol=1e-5),
         "the plain version's",
         "others" if moved else "as drawn",
         "other gradients" if moved else "the gradients did not go down",
         "the host's gradient is a copy of the device's: section 1 (hole 1)",
         signs={
-            "the gradient is written over the host's weights": moved and not found[6],
+            "the gradient is written over the host's weights": moved and not found.given,
             "the old weights go down to the host": Mistake(
-                not moved and found[6],
+                not moved and found.given,
                 "the host has the new weights, the device the old ones: they move up: section 1 "
                 "(hole 2)",
             ),
@@ -234,7 +252,7 @@ def _between_steps(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _moved(exercise: ModuleType) -> Iterator[Result]:
-    """Each direction, for one pass and for three."""
+    """Check the bytes of each direction, for one pass and for three."""
     for precision, itemsize, passes in (("fp32", 4, 1), ("bf16", 2, 1), ("fp32", 4, 2)):
         seen = _run({"offload": "optimizer", "precision": precision, "accumulate": passes})
         mine = exercise.moved_with_the_host(seen["parameters"], itemsize, passes)
@@ -304,7 +322,7 @@ class _Move:
         self.value = value
 
     def wait(self) -> Any:
-        """Its value."""
+        """Return its value."""
         self.events.append(("arrived", self.unit))
         return self.value
 

@@ -62,7 +62,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _save(group: Group, exercise: ModuleType, folder: str) -> None:
-    """The student's save."""
+    """Run the student's save."""
     edges = bounds(SIZE, group.size)
     exercise.plain_save(
         group, NUMBERS[edges[group.rank] : edges[group.rank + 1]], SIZE, Path(folder)
@@ -71,7 +71,7 @@ def _save(group: Group, exercise: ModuleType, folder: str) -> None:
 
 
 def _shards(folder: Path) -> Result:
-    """Every rank's file has its chunk."""
+    """Check that every rank's file has its chunk."""
     found = [
         np.fromfile(folder / f"{rank}.bin") if (folder / f"{rank}.bin").exists() else None
         for rank in range(WRITERS)
@@ -105,7 +105,7 @@ def _shards(folder: Path) -> Result:
 
 
 def _text(numbers: np.ndarray | None) -> str:
-    """A few numbers as a student reads them."""
+    """Return a few numbers as a student reads them."""
     if numbers is None:
         return "no numbers: there is no such file"
     shown = ", ".join(f"{number:.3g}" for number in numbers[:5])
@@ -113,7 +113,7 @@ def _text(numbers: np.ndarray | None) -> str:
 
 
 def _manifest(folder: Path) -> Result:
-    """It lists every shard."""
+    """Check that the manifest lists every shard."""
     manifest = folder / "manifest.json"
     if not manifest.exists() or manifest.read_text() == OLD:
         return Result(
@@ -182,8 +182,13 @@ def _write_more(folder: Path) -> None:
 
 
 def _in(start: int, stop: int, first: int, last: int) -> tuple[int, int]:
-    """The overlap of [start, stop) and the shard [first, last)."""
+    """Return the overlap of [start, stop) and the shard [first, last)."""
     return max(start, first), min(stop, last)
+
+
+def _cut(first: int, last: int, old: int, _: int) -> tuple[int, int]:
+    """Return where the overlap [first, last) lies in a shard that begins at `old`."""
+    return first - old, last - old
 
 
 Overlap = Callable[[int, int, int, int], tuple[int, int]]  # my start and stop, the shard's
@@ -192,17 +197,17 @@ Cut = Callable[[int, int, int, int], tuple[int, int]]  # the overlap, the shard'
 MISREAD: dict[str, tuple[Overlap, Cut, str]] = {
     "the overlap ends at my own stop, though the shard ends before": (
         lambda start, stop, first, last: (max(start, first), stop),
-        lambda first, last, old, start: (first - old, last - old),
+        _cut,
         "an overlap ends at the earlier stop: section 3, step 1 (hole 4)",
     ),
     "the overlap begins at my own start, though the shard begins later": (
         lambda start, stop, first, last: (start, min(stop, last)),
-        lambda first, last, old, start: (first - old, last - old),
+        _cut,
         "an overlap begins at the later start: section 3, step 1 (hole 4)",
     ),
     "whole shards, instead of what my chunk and the shard both have": (
         lambda start, stop, first, last: (min(start, first), max(stop, last)),
-        lambda first, last, old, start: (first - old, last - old),
+        _cut,
         "an overlap begins at the later start and ends at the earlier stop: section 3, step 1 (hole 4)",
     ),
     "the position in the vector is taken for the position in the shard": (
@@ -222,12 +227,12 @@ MISREAD: dict[str, tuple[Overlap, Cut, str]] = {
     ),
     "the overlap ends at the later stop": (
         lambda start, stop, first, last: (max(start, first), max(stop, last)),
-        lambda first, last, old, start: (first - old, last - old),
+        _cut,
         "an overlap ends at the earlier stop: section 3, step 1 (hole 4)",
     ),
     "the overlap begins at the earlier start": (
         lambda start, stop, first, last: (min(start, first), min(stop, last)),
-        lambda first, last, old, start: (first - old, last - old),
+        _cut,
         "an overlap begins at the later start: section 3, step 1 (hole 4)",
     ),
     "the numbers begin where the overlap begins, and do not end where it ends": (
@@ -252,7 +257,7 @@ MISREAD: dict[str, tuple[Overlap, Cut, str]] = {
     ),
     "an overlap ends one number too late": (
         lambda start, stop, first, last: (max(start, first), min(stop, last) + 1),
-        lambda first, last, old, start: (first - old, last - old),
+        _cut,
         "stop is the first number that is not meant: section 3, step 1 (hole 4)",
     ),
     "all numbers of the shard up to the overlap's end": (
@@ -265,7 +270,7 @@ MISREAD: dict[str, tuple[Overlap, Cut, str]] = {
 
 
 def _read_so(size: int, more: int, overlap: Overlap, cut: Cut) -> list[list[float]]:
-    """What `size` ranks read with this overlap and this cut."""
+    """Return what `size` ranks read with this overlap and this cut."""
     shards = [np.append(x, np.full(more, OTHER)) for x in np.array_split(NUMBERS, WRITERS)]
     old = bounds(SIZE, WRITERS)
     new = bounds(SIZE, size)
@@ -281,7 +286,7 @@ def _read_so(size: int, more: int, overlap: Overlap, cut: Cut) -> list[list[floa
 
 
 def _read(exercise: ModuleType, folder: Path, size: int, more: int) -> Result:
-    """Ranks of another number have their chunks."""
+    """Check that ranks of another number read their chunks."""
 
     def load(group: Group) -> list[float] | str:
         try:
@@ -309,7 +314,7 @@ def _read(exercise: ModuleType, folder: Path, size: int, more: int) -> Result:
 
 
 def _places(numbers: list[float] | str) -> str:
-    """Where in the vector these numbers lie."""
+    """Return where in the vector these numbers lie, in words."""
     if isinstance(numbers, str):
         return numbers
     known = NUMBERS.tolist()
@@ -320,7 +325,7 @@ def _places(numbers: list[float] | str) -> str:
 
 
 def _damaged(exercise: ModuleType, folder: Path) -> Result:
-    """A shard with another byte is refused."""
+    """Check that a shard with another byte is refused."""
     data = bytearray((folder / "1.bin").read_bytes())
     data[-1] ^= 1
     (folder / "1.bin").write_bytes(data)
@@ -344,7 +349,7 @@ def _damaged(exercise: ModuleType, folder: Path) -> Result:
 
 
 def _interval(exercise: ModuleType, save: float, between: float) -> Result:
-    """The interval, and what it keeps."""
+    """Check the interval, and the share of time that it keeps."""
     target = best_interval(save, between)
     found = float(exercise.interval(save, between))
     share = goodput(found, save=save, between=between) if 0 < found < 1e9 else 0.0
