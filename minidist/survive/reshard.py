@@ -34,7 +34,7 @@ def reshard(folder: Path, target: Path, plan: Plan) -> None:
     config = config_of(folder, about, sizes_of(manifest["shards"]).values())
     plan = replace(plan, precision=about["plan"]["precision"])
     with suppress(PlanError):  # a plan that sums no gradients keeps nothing of a scheme
-        plan = replace(plan, compress=about["plan"].get("compress", "none"))
+        plan = replace(plan, compress=about["plan"]["compress"])
     plan.require(plan.size, config)
     plan.require_model(config)
     optimizer = next(

@@ -8,7 +8,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,9 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], set[str]]] = {
     "a layer too many": (lambda value: value["about"]["config"].update(layers=10**9), BOTH),
     "wide": (lambda value: value["about"]["config"].update(width=2**30, heads=1), SAMPLING),
     "no checksums": (lambda value: array(value).update(checksums=[]), BOTH),
+    "no stage of ZeRO": (lambda value: value["about"]["plan"].pop("zero"), set()),
+    "no precision": (lambda value: value["about"]["plan"].pop("precision"), set()),
+    "no compression": (lambda value: value["about"]["plan"].pop("compress"), set()),
     "an option of another kind": (
         lambda value: value["about"]["options"].update(batch="many"),
         TRAINING,
@@ -221,3 +224,32 @@ def test_a_run_overwrites_no_file_that_a_link_leads_to(how: str, run: Path, tmp_
     assert main(["report", str(folder)]) == 0
     assert target.read_text() == "precious" and not (folder / how).is_symlink()
     (folder / "metrics.jsonl").read_text()
+
+
+def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every field of a manifest, of the first shard and array only."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value[:1]):
+        yield (*path, key)
+        if isinstance(inner, dict | list):
+            yield from fields(inner, (*path, key))
+
+
+@pytest.mark.soak
+def test_no_field_of_a_manifest_may_be_missed_without_a_line(run: Path, tmp_path: Path) -> None:
+    (newest,) = list(run.glob(f"step-*/{MANIFEST}"))[-1:]
+    whole = json.loads(newest.read_text())
+    del whole["digest"]
+    for number, path in enumerate(fields(whole)):
+        folder = shutil.copytree(run, tmp_path / str(number))
+        value = json.loads(json.dumps(whole))
+        *above, last = path
+        held = value
+        for key in above:
+            held = held[key]
+        del held[last]
+        manifest = folder / newest.relative_to(run)
+        manifest.write_bytes(_with_digest(json.dumps(value)[:-1].encode()))
+        for words in commands(folder, manifest, tmp_path):
+            status, said = check(folder, words, tmp_path / "report.html")
+            assert status in (0, 1, 2), (path, words, said)
+        shutil.rmtree(folder)

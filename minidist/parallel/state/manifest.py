@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, UnsetType, structs
 
 from minidist.errors import CheckpointError, ConfigError
 from minidist.files import DRAFTS, create, read_regular
@@ -85,6 +85,12 @@ class _PlanTold(msgspec.Struct):
     zero: Annotated[int, Meta(ge=0, le=3)] = 0
     precision: str = "fp32"
     compress: str = "none"
+
+
+_PLAN_LEFT_OUT = {
+    field.name: field.default for field in structs.fields(_PlanTold) if not field.required
+}
+"""The fields of a plan that a manifest may leave out, with the values that they have then."""
 
 
 class _PrecisionTold(msgspec.Struct):
@@ -235,6 +241,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file}: is no manifest of a checkpoint: {error}; take an older one"
         ) from error
+    if "plan" in content["about"]:
+        content["about"]["plan"] = _PLAN_LEFT_OUT | content["about"]["plan"]
     return content  # type: ignore[no-any-return]
 
 
