@@ -23,7 +23,7 @@ CONFIGS = (
     GPTConfig(vocabulary=31, context=12, layers=3, width=24, heads=4),
     GPTConfig(vocabulary=80, context=32, layers=2, width=32, heads=8),
 )
-# long enough that no probabilities are kept
+# So long a context that attention keeps no probabilities.
 LONG = GPTConfig(vocabulary=20, context=264, layers=1, width=16, heads=2)
 BATCH = 3
 
@@ -43,7 +43,7 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The loop, parameters, bytes by category, activations, evaluation."""
+    """Check the loop, the parameters, the bytes by category, the activations and the evaluation."""
     yield from _loop(exercise, CONFIGS[0])
     for config in CONFIGS:
         yield _parameters(exercise, config)
@@ -65,8 +65,10 @@ def _name(config: GPTConfig) -> str:
 
 
 def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
-    """The loss and the weights after some batches of different sizes, beside the plain
-    version's."""
+    """Check the loss and the weights after three batches against the plain version's.
+
+    The batches have different sizes.
+    """
     inputs, targets = random_batch(config, 0, BATCH)
     batches = [(inputs, targets), (inputs[:2], targets[:2]), (inputs[1:], targets[1:])]
 
@@ -125,7 +127,7 @@ def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
 
 
 def _parameters(exercise: ModuleType, config: GPTConfig) -> Result:
-    """The count beside the model's own."""
+    """Check the number of parameters against the model's own count."""
     h = config.width
     layers = config.layers
     target = sum(parameter.size for parameter in GPT(config).parameters())
@@ -149,7 +151,7 @@ def _parameters(exercise: ModuleType, config: GPTConfig) -> Result:
 
 
 def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
-    """Bytes by category beside the account after one step."""
+    """Check the bytes by category against the account after one step."""
     with account.use(account.MemoryAccount()) as memory:
         model = new_model(config)
         optimizer = Adam(list(model.parameters()), 1e-3)
@@ -179,7 +181,10 @@ def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
 
 
 def _mixed(exercise: ModuleType) -> Iterator[Result]:
-    """The notes' five sources (N4:241), for 7 billion parameters."""
+    """Check the bytes of mixed precision for 7 billion parameters.
+
+    The notes name five sources of bytes (N4:241).
+    """
     parameters = 7 * 10**9
     mine = exercise.training_bytes(parameters, True)
     yield expect(
@@ -213,7 +218,7 @@ def _mixed(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _kept(config: GPTConfig) -> int:
-    """Activation bytes alive at the end of a forward."""
+    """Return the activation bytes that are alive at the end of a forward."""
     with account.use(account.MemoryAccount()) as memory:
         model = new_model(config)
         inputs, targets = random_batch(config, 0, BATCH)
@@ -224,8 +229,11 @@ def _kept(config: GPTConfig) -> int:
 
 
 def _activations(exercise: ModuleType, config: GPTConfig) -> Result:
-    """What the blocks keep: a model beside the same model with twice the blocks, so that both ends
-    drop out."""
+    """Check the activation bytes that the blocks keep.
+
+    The target is what a model with twice the blocks keeps, less what the model keeps. The layers
+    before and after the blocks then cancel.
+    """
     target = _kept(replace(config, layers=2 * config.layers)) - _kept(config)
     measured = exercise.kept_for_backward(
         config.layers, BATCH, config.context, config.width, config.heads
@@ -247,19 +255,24 @@ def _activations(exercise: ModuleType, config: GPTConfig) -> Result:
 
 
 def _measure(evaluate: Callable[[Any, Any], Any], config: GPTConfig) -> tuple[Any, int, int]:
-    """(what evaluate returns, activation bytes at the peak, and afterwards, the batches themselves
-    not counted)."""
+    """Return (result of `evaluate`, activation bytes at the peak, activation bytes afterwards).
+
+    The bytes afterwards do not include the batches.
+    """
     with account.use(account.MemoryAccount()) as memory:
         model = new_model(config)
         batches = [random_batch(config, seed, BATCH) for seed in range(4)]
         result = evaluate(model, batches)
-        # a tape may have told them to the account
+        # The account has counted the batches only if a tape has seen them.
         inputs = sum(array.nbytes for batch in batches for array in batch)
         return result, memory.peak["activations"], max(0, memory.now["activations"] - inputs)
 
 
 def _reference(model: GPT, batches: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """As the Trainer evaluates: nothing is recorded, only numbers are kept."""
+    """Return the mean loss as the Trainer evaluates it.
+
+    No tape is recorded, and only numbers are kept.
+    """
     with no_grad():
         return sum(
             float(model.loss(inputs, targets, targets.size).item()) for inputs, targets in batches
@@ -267,7 +280,7 @@ def _reference(model: GPT, batches: list[tuple[np.ndarray, np.ndarray]]) -> floa
 
 
 def _evaluation(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
-    """The same number, with no more memory than evaluation needs."""
+    """Check that evaluation returns the right loss and needs no more memory than the reference."""
     target, target_peak, target_after = _measure(_reference, config)
     result, peak, after = _measure(exercise.evaluate, config)
     yield judge(

@@ -14,9 +14,9 @@ from minidist.lessons.running import draw_figure
 
 HERE = Path(__file__).resolve().parent
 lesson = load_module(HERE / "lesson.py", "00")
-# from the bottom up: what lasts longest first
+# From the bottom up: the category that stays longest is first.
 LAYERS = ("parameters", "optimizer", "gradients", "activations")
-# N2:16, per cent
+# Percentages of N2:16.
 NOTES_PIE = {"parameters": 35, "optimizer": 45, "gradients": 15, "activations": 5}
 NOTES_LIST = {"parameters": 14, "optimizer": 56, "gradients": 14}  # N2:24-26, GB
 

@@ -12,13 +12,15 @@ from minidist.launch import detect
 NODES = 2
 PER_NODE = 4
 JOBS = ((NODES, PER_NODE), (3, 2))  # machines, processes of each
-# by field
+# The variable of each field of Identity.
 NAMES = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "node_rank": "NODE_RANK"}
 
 
 def environments(nodes: int = NODES, per_node: int = PER_NODE) -> dict[str, list[dict[str, str]]]:
-    """What each launcher puts in the environment of each process of a job of nodes x per_node, in
-    rank order."""
+    """Return the environments that each launcher gives to the processes of a job, in rank order.
+
+    The job has `nodes` machines with `per_node` processes each.
+    """
     jobs: dict[str, list[dict[str, str]]] = {
         "torchrun": [],
         "mpirun (Open MPI)": [],
@@ -74,7 +76,7 @@ def environments(nodes: int = NODES, per_node: int = PER_NODE) -> dict[str, list
 
 
 def _texts(**variables: Any) -> dict[str, str]:
-    """An environment holds texts only."""
+    """Return the variables with their values as texts: an environment holds only texts."""
     return {name: str(value) for name, value in variables.items()}
 
 
@@ -91,7 +93,7 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Every launcher, then the data and the devices."""
+    """Check every launcher, then the data and the devices."""
     for nodes, per_node in JOBS:
         for launcher, ranks in environments(nodes, per_node).items():
             mine = [exercise.identify(environ) for environ in ranks]
@@ -104,7 +106,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 def _identities(
     launcher: str, nodes: int, environs: list[dict[str, str]], mine: list[Any]
 ) -> Result:
-    """All processes of one launcher, compared with what `minidist.launch.detect` reads."""
+    """Check all processes of one launcher against what `minidist.launch.detect` reads."""
     per_node = len(environs) // nodes
     job = f"{launcher}, {nodes} machines of {per_node}"
     for rank, (environ, identity) in enumerate(zip(environs, mine, strict=True)):
@@ -125,7 +127,7 @@ def _identities(
 
 
 def _library(environ: dict[str, str]) -> tuple[int, int, int, int]:
-    """(rank, size, local rank, node rank) as md.init reads them: the answer key."""
+    """Return (rank, size, local rank, node rank) as md.init reads them: the answer key."""
     launch = detect(environ)
     return launch.world_rank, launch.world_size, launch.local_rank, launch.node_rank
 
@@ -196,7 +198,7 @@ def _signs(
 
 
 def _alone(identity: Any) -> Result:
-    """A process without a launcher: rank 0 of 1."""
+    """Check that a process without a launcher is rank 0 of 1."""
     target = _library({"HOME": "/home/student"})
     return Result(
         "alone",
@@ -209,7 +211,10 @@ def _alone(identity: Any) -> Result:
 
 
 def _samples(exercise: ModuleType) -> Result:
-    """Every sample is read by exactly one rank, also when the ranks do not divide them."""
+    """Check that exactly one rank reads each sample.
+
+    The number of ranks does not divide the number of samples.
+    """
     length = 21
     size = NODES * PER_NODE
     identities = [
@@ -252,7 +257,7 @@ def _samples(exercise: ModuleType) -> Result:
 
 
 def _devices(exercise: ModuleType) -> Result:
-    """LOCAL_RANK counts inside CUDA_VISIBLE_DEVICES."""
+    """Check that LOCAL_RANK counts inside CUDA_VISIBLE_DEVICES."""
     visible = "13,5,12,4"
     task = f'CUDA_VISIBLE_DEVICES="{visible}"'
     size = NODES * PER_NODE

@@ -36,7 +36,7 @@ def who_am_i(group: Group, nodes: int) -> dict[str, Any]:
     rank = group.rank
     local_rank = launch.local_rank
     node_rank = launch.node_rank
-    # pretended machines, or threads, which no launcher numbered
+    # No launcher numbered these ranks: machines are pretended, or ranks are threads.
     if nodes > 1 or launch.world_size != group.size:
         per_node = -(-group.size // nodes)
         local_rank = rank % per_node

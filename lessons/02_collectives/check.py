@@ -28,7 +28,7 @@ OTHERS = {"broadcast": "plain_broadcast", "all_to_all": "plain_all_to_all", "bar
 
 
 class Link:
-    """What a student's rank sees of a group, with a log of the messages it begins."""
+    """A group as a student's rank sees it, with a log of the messages that the rank begins."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -38,7 +38,7 @@ class Link:
         self.hears: list[int] = []  # the senders it has heard, or waits for
 
     def _count(self, dst: int) -> None:
-        """Log a message; end a loop that never ends."""
+        """Log a message. Raise CommError if a loop never ends."""
         self.sends.append(dst)
         if len(self.sends) > MOST:
             raise CommError(f"rank {self.rank} has begun more than {MOST} messages in one call")
@@ -73,7 +73,7 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Every task, one after the other."""
+    """Check every task, one after the other."""
     for size in SIZES:
         for root in {0, size // 2, size - 1}:
             yield from _broadcast(exercise, size, root)
@@ -88,8 +88,10 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _on_ranks(size: int, work: Work) -> tuple[list[Any] | None, list[Link], str]:
-    """What each rank returned (None if they never end), their logs, and the error that ended
-    them."""
+    """Run `work` on every rank; return (results, logs, error).
+
+    If the ranks never end, the results are None, and `error` says why. Else `error` is empty.
+    """
     links: dict[int, Link] = {}
 
     def ranks(group: Group) -> Any:
@@ -102,7 +104,7 @@ def _on_ranks(size: int, work: Work) -> tuple[list[Any] | None, list[Link], str]
             "",
         )
     except CommError as error:
-        # who waits for whom, without the line of this file at which it waits
+        # The error says who waits for whom. The line of this file is left out.
         first = re.sub(r" at \S+:\d+", "", str(error).splitlines()[0])
         return None, _in_order(links), first
 
@@ -115,7 +117,7 @@ def _in_order(links: dict[int, Link]) -> list[Link]:
 
 
 def _broadcast(exercise: ModuleType, size: int, root: int) -> Iterator[Result]:
-    """The root's values everywhere, P-1 messages."""
+    """Check that every rank has the root's values, after P-1 messages."""
     task = f"broadcast, P={size}, root {root}"
     got, links, error = _on_ranks(
         size, lambda link: exercise.plain_broadcast(link, np.array([7.0, link.rank]), root)
@@ -182,7 +184,7 @@ def _broadcast(exercise: ModuleType, size: int, root: int) -> Iterator[Result]:
 
 
 def links_of(links: list[Link], rank: int) -> list[int]:
-    """The ranks that a rank sent to; none where it never came so far."""
+    """Return the ranks to which a rank sent; an empty list if the rank never began."""
     return next((link.sends for link in links if link.rank == rank), [])
 
 
@@ -197,7 +199,7 @@ def _advice_root(root: int) -> str:
 
 
 def _all_to_all(exercise: ModuleType, size: int) -> Iterator[Result]:
-    """Every part where it belongs, one message for each."""
+    """Check that every part arrives where it belongs, with one message per part."""
     task = f"all_to_all, P={size}"
     got, links, error = _on_ranks(
         size,
@@ -266,7 +268,10 @@ def _all_to_all(exercise: ModuleType, size: int) -> Iterator[Result]:
 
 
 def _barrier(exercise: ModuleType, size: int) -> Iterator[Result]:
-    """No rank may leave before it has heard of all; in as few steps as the library."""
+    """Check that no rank leaves before it has heard of all ranks.
+
+    The ranks must need as few steps as the library.
+    """
     task = f"barrier, P={size}"
     got, links, error = _on_ranks(size, lambda link: exercise.barrier(link))
     if got is None:
@@ -306,8 +311,10 @@ def _barrier(exercise: ModuleType, size: int) -> Iterator[Result]:
 
 
 def _heard_of(links: list[Link], rank: int) -> set[int]:
-    """The ranks that `rank` has heard of in the end; each message tells all that its sender
-    knew."""
+    """Return the ranks of which `rank` has heard in the end.
+
+    Each message tells all that its sender knew.
+    """
     heard = [{link.rank} for link in links]
     for step in range(max((len(link.hears) for link in links), default=0)):
         heard = [
@@ -321,7 +328,7 @@ def _heard_of(links: list[Link], rank: int) -> set[int]:
 
 
 def _other_arrays(function: Callable[..., Any], verb: str) -> Result:
-    """Other dtypes, layouts in memory, lengths and groups, by the checker of minidist.testing."""
+    """Check other dtypes, memory layouts and lengths with the checker of minidist.testing."""
     task = f"{verb}, other arrays"
     examples = list(every_dtype(verb, sizes=SIZES, dtypes=("float64", "int8"), subgroups=False))
     for example in examples:
@@ -344,7 +351,7 @@ def _other_arrays(function: Callable[..., Any], verb: str) -> Result:
 
 
 def _seconds(exercise: ModuleType, algorithm: str) -> Iterator[Result]:
-    """The student's time beside the library's path: waits·α + bytes·β."""
+    """Check the student's seconds against the library's path: waits·α + bytes·β."""
     for size, nbytes, alpha, beta in (
         (8, 0, 1.0, 1.0),
         (8, 800, 0.0, 1.0),

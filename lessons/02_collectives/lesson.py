@@ -190,8 +190,10 @@ def what_they_send(group: Group, page: Page) -> None:
 
 
 def what_they_wait_for(group: Group, page: Page) -> None:
-    """Time over links where only messages cost, in α; and over links where only bytes cost, in
-    nβ."""
+    """Show the seconds of each algorithm over two kinds of links.
+
+    On the first only messages cost; the time is in α. On the second only bytes cost; it is in nβ.
+    """
     n = ELEMENTS * 8
     rows = []
     for algorithm in _over_messages(group):

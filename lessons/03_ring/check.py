@@ -15,15 +15,17 @@ from minidist.grading import Result, TaskFailed, expect, sent_since, totals
 from minidist.launch import run
 
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
-# rank r contributes BASE**r, so the digits of a sum tell whose parts are in it, and how often
+# Rank r contributes BASE**r. The digits of a sum say how often each rank's part is in it.
 BASE = 16
-# (ranks, elements), also P = 1, n < P, n = 0
+# (ranks, elements); among them P = 1, n < P and n = 0.
 SIZES = ((4, 4096), (1, 5), (2, 6), (3, 10), (4, 3), (5, 0))
 
 
 class Link:
-    """What a student's rank sees: neighbours and three verbs of a group, with a log of what it is
-    doing."""
+    """A group as a student's rank sees it, with a log of what the rank does.
+
+    The rank sees its neighbours and three verbs.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -55,7 +57,7 @@ CUT_FROM = (plain_reduce_scatter, plain_all_gather, plain_all_reduce)
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Every task, one after the other."""
+    """Check every task, one after the other."""
     links: dict[int, Link] = {}
     for size in (4, 3, 5):  # an index that is off by 4 is right on 4 ranks only
         task = f"reduce_scatter on {size} ranks ends"
@@ -94,8 +96,10 @@ def _on_ranks(
 
 
 def _contributions(group: Group, reduce_scatter: Any, links: dict[int, Link]) -> list[np.ndarray]:
-    """This rank's chunks after the student's function: each has the contribution BASE**rank, and
-    its own number."""
+    """Return this rank's chunks after the student's function.
+
+    Before it, each chunk holds the rank's contribution BASE**rank, and the chunk's number.
+    """
     link = links.setdefault(group.rank, Link(group))
     chunks = [np.array([BASE**group.rank, chunk], dtype=np.int64) for chunk in range(group.size)]
     reduce_scatter(link, chunks)
@@ -105,8 +109,10 @@ def _contributions(group: Group, reduce_scatter: Any, links: dict[int, Link]) ->
 def _one_call(
     group: Group, exercise: ModuleType, elements: int, links: dict[int, Link]
 ) -> dict[str, Any]:
-    """The student's all_reduce and the library's ring on the same values: results, messages and
-    bytes of both."""
+    """Run the student's all_reduce and the library's ring on the same values.
+
+    Return the results of both, and the messages and bytes of both.
+    """
     link = links.setdefault(group.rank, Link(group))
     x = np.arange(elements, dtype=np.float64) + 1000.0 * group.rank
     before = totals(group.ledger)
@@ -123,7 +129,7 @@ def _one_call(
 
 
 def _finished_chunk(ranks: list[list[np.ndarray]]) -> Result:
-    """After reduce_scatter, chunk r of rank r must hold every rank's chunk r once."""
+    """Check that after reduce_scatter chunk r of rank r holds every rank's chunk r once."""
     size = len(ranks)
     task = f"reduce_scatter on {size} ranks, values"
     for rank, chunks in enumerate(ranks):
@@ -144,7 +150,10 @@ def _finished_chunk(ranks: list[list[np.ndarray]]) -> Result:
 
 
 def _who(chunk: np.ndarray, size: int) -> str:
-    """Which ranks a chunk misses or counts more than once; empty if it counts each rank once."""
+    """Return which ranks a chunk misses or counts more than once, as text.
+
+    The text is empty if the chunk counts each rank once.
+    """
     for value in chunk.tolist():
         counts = [(int(value) // BASE**rank) % BASE for rank in range(size)]
         missing = [str(rank) for rank, count in enumerate(counts) if count == 0]
@@ -161,8 +170,10 @@ def _who(chunk: np.ndarray, size: int) -> str:
 def _steps(
     size: int, elements: int, measured: list[dict[str, Any]], links: dict[int, Link]
 ) -> Iterator[Result]:
-    """What is wrong with a rank's messages: their length, their number, their destination; nothing
-    if nothing is."""
+    """Yield a failed result for each mistake in a rank's messages.
+
+    A mistake is a wrong length, a wrong number of messages, or a wrong destination.
+    """
     largest = -(-elements // size)
     for rank, figures in enumerate(measured):
         messages, nbytes = figures["cost"]
@@ -211,7 +222,7 @@ def _steps(
 
 
 def _values(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
-    """Every rank's all_reduce beside the library's."""
+    """Check every rank's all_reduce against the library's."""
     task = f"P={size}, n={elements}, values"
     for rank, figures in enumerate(measured):
         mine = figures["mine"]
@@ -240,7 +251,7 @@ def _values(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
 
 
 def _cost(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
-    """Messages and bytes of the rank that sends most."""
+    """Check the messages and bytes of the rank that sends most."""
     messages, nbytes = (max(figures["cost"][part] for figures in measured) for part in (0, 1))
     most = max(figures["target"][1] for figures in measured)
     return expect(
@@ -254,7 +265,7 @@ def _cost(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
 
 
 def _stuck(task: str, links: dict[int, Link]) -> Result:
-    """No rank goes on: say what each was doing."""
+    """Return a failed result that says what each rank was doing when no rank could continue."""
     doing = ", ".join(f"rank {rank}: {links[rank].doing}" for rank in sorted(links))
     if links and all(link.doing == "send" for link in links.values()):
         return Result(

@@ -18,7 +18,7 @@ from minidist.launch import run
 
 wiring = load_module(Path(__file__).resolve().parent / "wiring.py", "04")
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
-# rank r contributes BASE**r, so the digits of a sum tell whose parts are in it, and how often
+# Rank r contributes BASE**r. The digits of a sum say how often each rank's part is in it.
 BASE = 16
 JOBS = ((0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 2), (2, 9, 9), (0, 0), (0,))
 
@@ -66,7 +66,7 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Every task, one after the other."""
+    """Check every task, one after the other."""
     yield from _hops(exercise)
     yield from _cuts(exercise)
     for nodes in JOBS:
@@ -78,7 +78,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _hops(exercise: ModuleType) -> Iterator[Result]:
-    """Hops on rings, beside those counted on the lesson's wiring."""
+    """Check hops on rings against those counted on the lesson's wiring."""
     for size in (8, 5):
         for a, b in ((0, 1), (1, 0), (0, size - 1), (size - 2, 1), (3, 3)):
             target = wiring.ways(wiring.ring(size), a)[b][0]
@@ -96,7 +96,7 @@ def _hops(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _cuts(exercise: ModuleType) -> Iterator[Result]:
-    """Links across a cut of a torus, and of a wiring that joins each with each."""
+    """Check the number of cut links of a torus, and of a full wiring."""
     for wires in (wiring.torus(16), wiring.full(6)):
         half = set(range(wires.devices // 2))
         links = [link if place % 3 else link[::-1] for place, link in enumerate(wires.links)]
@@ -128,7 +128,7 @@ def _leaders(nodes: tuple[int, ...]) -> list[int]:
 
 
 def _groups(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result]:
-    """Who shares a machine, and who leads one."""
+    """Check which ranks share a machine, and which rank leads it."""
     for rank in range(len(nodes)):
         target = _machine(rank, nodes)
         came = _listed(exercise.machine(rank, nodes))
@@ -161,7 +161,10 @@ def _listed(came: Any) -> Any:
 
 
 def _all_reduce(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result]:
-    """The sum on every rank, and no more bytes between machines than the leaders' ring sends."""
+    """Check that every rank has the sum, and that no more bytes than needed go between machines.
+
+    The ring of the leaders sends the bytes that are needed.
+    """
     task = f"all_reduce, machines {nodes}"
     size = len(nodes)
     lead = _leaders(nodes)
@@ -231,7 +234,7 @@ def _all_reduce(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result
 
 
 def _seconds(exercise: ModuleType) -> Iterator[Result]:
-    """Flat ring and leaders' ring by the α-β model."""
+    """Check the seconds of the flat ring and of the leaders' ring against the α-β model."""
     for number, name, of in ((7, "ring_seconds", 8), (8, "hierarchical_seconds", 2)):
         for count, nbytes, alpha, beta in (
             (of, 0, 1.0, 1.0),
@@ -259,7 +262,7 @@ def _seconds(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _fit(exercise: ModuleType) -> Iterator[Result]:
-    """α and β of points that lie on a line."""
+    """Check that α and β are found from points that lie on a line."""
     sizes = np.array([1e3, 1e4, 1e5, 1e6])
     alpha = 4e-5
     beta = 2e-10

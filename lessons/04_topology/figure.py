@@ -249,7 +249,7 @@ def _space_time(ax: Any, name: str, messages: list[dict[str, Any]]) -> None:
 
 
 def _line(ax: Any, recorded: dict[str, Any]) -> None:
-    """Exchange times of this machine over bytes, and the fitted line."""
+    """Draw this machine's exchange times over bytes, and the fitted line."""
     sizes = np.array(list(recorded["times"]))
     ax.plot(
         sizes,

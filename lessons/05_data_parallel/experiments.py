@@ -27,12 +27,13 @@ from minidist.simulate.one_rank import run_rank
 # to compare weights
 SMALL = GPTConfig(vocabulary=31, context=8, layers=2, width=16, heads=2, dtype="float64")
 TALL = GPTConfig(vocabulary=256, context=64, layers=2, width=64, heads=4)  # to see its memory
-# small products: Python does the most
+# Small products: most of the time goes to Python.
 PYTHON = GPTConfig(vocabulary=16, context=4, layers=12, width=8, heads=2)
 BLAS = GPTConfig(vocabulary=128, context=128, layers=1, width=256, heads=4)  # large ones: BLAS does
 
 PRODUCT = 4  # ticks of one product on one thread, on the clock of products_on_a_clock
-# of the clock: seconds of Python a call; a processor's speed without the lock
+# Of the clock. HOLD: seconds of Python per call. FLOPS, BYTES: a processor's speed without the
+# lock, per second.
 HOLD = 10e-6
 FLOPS = 40e9
 BYTES = 4e9

@@ -174,7 +174,7 @@ def readers(size: int, page: Page) -> None:
     sequences = 4 * size
     row = rule_batch(lab.TALL, 0, 1)[0].nbytes
     found = lab.traffic(size, sequences, lab.TALL)
-    # the rest: outputs' gradients
+    # The rest is the gradients of the outputs.
     sent = found["sent"].get("scatter", 0) - found["received"].get("gather", 0)
     rows = [
         [
@@ -332,7 +332,7 @@ def beside_ddp(group: Group, page: Page) -> None:
 
 
 class AveragesTwice(DataParallel):
-    """The gradients of a mean, divided by the replicas once more (N0:138)."""
+    """DP that divides the gradients of a mean by the number of replicas once more (N0:138)."""
 
     def loss_of(
         self, outputs: np.ndarray, targets: np.ndarray, divisor: int
@@ -342,7 +342,7 @@ class AveragesTwice(DataParallel):
 
 
 class ScattersTheLoss(DataParallel):
-    """The loss itself goes to the replicas, for backward (N0:137)."""
+    """DP that sends the loss itself to the replicas, for backward (N0:137)."""
 
     def loss_of(
         self, outputs: np.ndarray, targets: np.ndarray, divisor: int

@@ -17,7 +17,7 @@ from minidist.parallel.data.async_parameter_server import AsyncParameterServer
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "06")
-# three workers, the last of them napping, and a server
+# Three workers and a server. The last worker naps.
 RANKS = 4
 MOST = 7
 STEPS = 40

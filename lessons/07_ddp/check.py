@@ -22,7 +22,7 @@ from minidist.parallel.data.ddp import plain_ddp
 from minidist.parallel.step.step import part_of
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=2, width=8, heads=2, dtype="float64")
-# of ranks 0, 1, 2 in every batch: uneven, as the last batch of an epoch often is
+# Sequences of ranks 0, 1, 2 in every batch. They are uneven, as in an epoch's last batch.
 SEQUENCES = (3, 1, 2)
 BUCKET = 2048
 EPOCHS = 2
@@ -92,7 +92,7 @@ _on_ranks = partial(on_ranks, target="every rank returns", mistake="the ranks wa
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The plain loop, buckets, one backward, then whole training runs."""
+    """Check the plain loop, the buckets, one backward, then whole training runs."""
     for size in (2, 3):
         yield _plain(size, run(_run_plain, exercise, size=size, limit=LIMIT))
     yield _order(exercise.assign_buckets([40, 10, 30, 20], 50))
@@ -122,7 +122,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _batch(step: int, rank: int, size: int) -> SimpleNamespace:
-    """This rank's part of the global batch of one step."""
+    """Return this rank's part of the global batch of one step."""
     starts = np.cumsum((0, *SEQUENCES[:size]))
     whole = np.random.default_rng(step).integers(
         0, CONFIG.vocabulary, (starts[-1], CONFIG.context + 1)
@@ -134,7 +134,7 @@ def _batch(step: int, rank: int, size: int) -> SimpleNamespace:
 
 
 def _whole_batch(step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same global batch in one piece."""
+    """Return the global batch of one step in one piece."""
     parts = [_batch(step, rank, size) for rank in range(size)]
     return np.concatenate([part.inputs for part in parts]), np.concatenate(
         [part.targets for part in parts]
@@ -142,7 +142,7 @@ def _whole_batch(step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _run_plain(group: Group, exercise: ModuleType) -> np.ndarray:
-    """The weights after the student's plain loop."""
+    """Run the student's plain loop; return the weights."""
     model = new_model(CONFIG)
     exercise.plain_ddp(
         model,
@@ -154,8 +154,10 @@ def _run_plain(group: Group, exercise: ModuleType) -> np.ndarray:
 
 
 def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
-    """The student's Synchronizer, noting which buckets start too early or too late, and how it
-    ends."""
+    """Return the student's Synchronizer, which notes what it does wrong.
+
+    It notes which buckets start too early or too late, and how each backward ends.
+    """
 
     class Watched(exercise.Synchronizer):  # type: ignore[name-defined]
         def __init__(self) -> None:
@@ -172,7 +174,7 @@ def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
             waits = self.group.waits
             super().ready(number, parameter)
             self.stood += self.group.waits > waits
-            # finish() may have been called in ready()
+            # ready() may have called finish(), which resets the counts.
             came = self.came.get(number, 0)
             if came == len(self.buckets[number]) and number not in self.begun:
                 self.behind.append(number)
@@ -199,7 +201,7 @@ def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
 
 
 def _one_backward(group: Group, exercise: ModuleType) -> dict[str, Any]:
-    """One backward with the student's Synchronizer: gradients, starts, traffic."""
+    """Run one backward with the student's Synchronizer; return gradients, starts and traffic."""
     model = new_model(CONFIG)
     batch = _batch(0, group.rank, group.size)
     synchronizer = _watched(exercise, group, model)
@@ -221,7 +223,7 @@ def _one_backward(group: Group, exercise: ModuleType) -> dict[str, Any]:
 
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
-    """The student's whole training loop."""
+    """Run the student's whole training loop; return the weights and the counts."""
     model = new_model(CONFIG)
     synchronizer = _watched(exercise, group, model)
     epochs = [
@@ -238,17 +240,20 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
 
 
 def _flat(arrays: Any) -> np.ndarray:
-    """Arrays end to end; a gradient that is missing becomes a NaN, which equals nothing."""
+    """Return the arrays end to end. A missing gradient becomes a NaN, which equals nothing."""
     return np.concatenate(
         [np.full(1, np.nan) if array is None else np.array(array).ravel() for array in arrays]
     )
 
 
-# ---------------------------------------------------------------------------- beside the answer key
+# --------------------------------------------------------------------------- against the answer key
 
 
 def _plain(size: int, ranks: list[np.ndarray]) -> Result:
-    """The weights after the plain loop, beside one process's and beside what mistakes lead to."""
+    """Check the weights after the plain loop against those of one process.
+
+    Wrong weights are compared with those that known mistakes give.
+    """
     mean_of_means = (
         "a mean of means weighs a rank's few tokens as much as another's many; "
         "divide every rank's sum by the tokens of all: read section 4 again (hole 1)"
@@ -298,8 +303,10 @@ def _plain(size: int, ranks: list[np.ndarray]) -> Result:
 
 
 def _plain_serial(size: int, *, local: bool = False, scale: float = 1.0) -> np.ndarray:
-    """One process on the global batches; with `local` each part's loss is divided by its own
-    tokens."""
+    """Return the weights of one process after the global batches.
+
+    With `local`, the loss of each part is divided by the part's own tokens.
+    """
     model = new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(BATCHES):
@@ -315,7 +322,7 @@ def _plain_serial(size: int, *, local: bool = False, scale: float = 1.0) -> np.n
 
 
 def _serial_gradients(size: int) -> np.ndarray:
-    """One process on the global batch."""
+    """Return the gradients of one process on the global batch."""
     model = new_model(CONFIG)
     inputs, targets = _whole_batch(0, size)
     model.loss(inputs, targets, divisor=targets.size).backward()
@@ -323,14 +330,16 @@ def _serial_gradients(size: int) -> np.ndarray:
 
 
 def _serial_weights(size: int) -> np.ndarray:
-    """The weights after training in one process on the global batches."""
+    """Return the weights after training in one process on the global batches."""
     batches = [_whole_batch(step, size) for step in range(EPOCHS * BATCHES)]
     return alone(new_model(CONFIG), partial(SGD, lr=0.1), batches)
 
 
 def _without_zeroing(size: int) -> np.ndarray:
-    """The weights if gradients are never set to zero: what was summed is on every rank, and is
-    summed again."""
+    """Return the weights if gradients are never set to zero.
+
+    After a step every rank has the sum over the ranks, and the next step sums it again.
+    """
     model = new_model(CONFIG)
     parameters = list(model.parameters())
     optimizer = SGD(parameters, lr=0.1)
@@ -344,7 +353,7 @@ def _without_zeroing(size: int) -> np.ndarray:
 
 
 def _order(buckets: list[list[int]]) -> Result:
-    """Backward reaches the last parameter first."""
+    """Check that the buckets begin with the last parameter, which backward reaches first."""
     return expect(
         "buckets of 40, 10, 30, 20 bytes at most 50",
         [[3, 2], [1, 0]],
@@ -361,7 +370,7 @@ def _order(buckets: list[list[int]]) -> Result:
 
 
 def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """No bucket may leave before its last gradient is final, and each must leave once."""
+    """Check that each bucket leaves once, and not before its last gradient is final."""
     task = f"{size} ranks, buckets start when complete"
     for rank, figures in enumerate(ranks):
         if figures["early"]:
@@ -397,7 +406,7 @@ def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _gradients(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """The synchronised gradient beside the one-process gradient of the global mean loss."""
+    """Check the synchronised gradient against one process's gradient of the global mean loss."""
     task = f"{size} ranks, gradients"
     target = _serial_gradients(size)
     for rank, figures in enumerate(ranks):
@@ -427,7 +436,10 @@ def _gradients(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """2(P-1) messages a bucket, and over all ranks 2(P-1) times the gradient bytes."""
+    """Check the traffic: on each rank 2(P-1) messages per bucket, and the bytes of all ranks.
+
+    All ranks together send 2(P-1) times the gradient bytes.
+    """
     buckets = ranks[0]["buckets"]
     return expect(
         f"{size} ranks, traffic",
@@ -440,7 +452,7 @@ def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _training(ranks: list[dict[str, Any]]) -> Result:
-    """After several epochs: all replicas equal, and equal to one process."""
+    """Check that after several epochs all replicas are equal, and equal to one process."""
     steps = EPOCHS * BATCHES
     size = len(ranks)
     target = _serial_weights(size)

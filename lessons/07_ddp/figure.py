@@ -17,7 +17,7 @@ from minidist.nn import GPTConfig
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "07")
-# of the job; of them, those whose step is timed: a core each on a small machine
+# RANKS of the job. Only TIMED of them are timed, so that each has a core on a small machine.
 RANKS = 4
 TIMED = 2
 ROUNDS = 30  # steps recorded; the quickest is drawn, which other programs disturbed least
@@ -29,7 +29,7 @@ LEGEND = {
     "wait": "wait for the last",
     "optimizer": "update",
 }
-# the notes' steps; 5 stands before the first bucket
+# The notes' steps. Step 5 is drawn before the first bucket.
 NUMBERS = {"forward": (2, 3), "backward": (4,), "optimizer": (6,)}
 COLORS = {
     "forward": look.PHASES["forward"],

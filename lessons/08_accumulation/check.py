@@ -62,7 +62,7 @@ MISTAKES = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The cut, then whole steps on one and on three ranks, then the traffic of every stage."""
+    """Check the cut, then whole steps on one and three ranks, then the traffic of every stage."""
     for rows, passes in ((7, 3), (8, 4), (2, 3)):
         yield _cut(exercise, rows, passes)
     for size, passes in CASES:
@@ -87,7 +87,10 @@ class CountedGroup:
         self.calls = 0
 
     def all_reduce(self, *args: Any, **options: Any) -> Any:
-        """As the group's own; but a gradient that is not there is named."""
+        """Count the call, then do what the group's method does.
+
+        Raises: GradientError if there is no gradient.
+        """
         if args and args[0] is None:
             raise GradientError(
                 "there is no gradient to sum: no pass has made one, or it was removed before the sum"
@@ -102,13 +105,13 @@ class CountedSGD(SGD):
     steps = 0
 
     def step(self, *args: Any, **options: Any) -> None:
-        """As SGD's."""
+        """Count the step, then do what SGD's method does."""
         self.steps += 1
         super().step(*args, **options)
 
 
 def _train(group: Group, exercise: ModuleType, passes: int) -> dict[str, Any]:
-    """The student's steps: weights, how often ranks reduced and stepped."""
+    """Run the student's steps; return the weights, and how often ranks reduced and stepped."""
     model = new_model(CONFIG)
     counted = CountedGroup(group)
     optimizer = CountedSGD(list(model.parameters()), lr=0.1)
@@ -123,12 +126,14 @@ def _train(group: Group, exercise: ModuleType, passes: int) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------- beside the answer key
+# --------------------------------------------------------------------------- against the answer key
 
 
 def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
-    """The weights after the same steps in one process; with a `mistake`, as that mistake makes
-    them."""
+    """Return the weights after the same steps in one process.
+
+    With a `mistake`, return the weights that this mistake gives.
+    """
     model: Any = new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(STEPS):
@@ -161,7 +166,7 @@ def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
 
 
 def _cut(exercise: ModuleType, rows: int, passes: int) -> Result:
-    """The passes are numpy.array_split's."""
+    """Check that the passes are those of numpy.array_split."""
     ids = np.arange(rows)
     edges = np.cumsum([0, *(len(part) for part in np.array_split(ids, passes))]).tolist()
     target = list(zip(edges, edges[1:], strict=False))
@@ -178,7 +183,7 @@ def _cut(exercise: ModuleType, rows: int, passes: int) -> Result:
 
 
 def _counts(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
-    """One reduction of every gradient and one update a step."""
+    """Check that a step has one reduction of every gradient, and one update."""
     one = ranks[0]["parameters"] * STEPS
     reduced = ranks[0]["reduced"]
     steps = ranks[0]["steps"]
@@ -200,7 +205,7 @@ def _counts(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _weights(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
-    """After the steps: every rank has one process's weights."""
+    """Check that after the steps every rank has one process's weights."""
     return parity(
         f"{plural(size, 'rank')}, weights after {STEPS} steps of {passes} passes",
         _serial(size, passes),
@@ -228,7 +233,10 @@ def _weights(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _traffic(exercise: ModuleType, stage: int, passes: int) -> Result:
-    """The elements of the library's formula, which its tests hold against the ledger."""
+    """Check the elements sent against the library's formula.
+
+    The library's tests compare the formula with the ledger.
+    """
     target = elements_sent(1000, ranks=4, zero=stage, accumulate=passes)
     measured = exercise.elements_sent(stage, passes, 1000, 4)
     return expect(

@@ -17,7 +17,7 @@ from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.step.single import Single
 
 lab = load_module(Path(__file__).resolve().parents[1] / "07_ddp" / "experiments.py", "07")
-# whose memory is looked at
+# The model whose memory is measured.
 CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)
 ROWS = 8  # of a batch
 FLOAT64 = 8

@@ -15,7 +15,7 @@ from minidist.lessons.running import draw_figure
 
 HERE = Path(__file__).resolve().parent
 passing = load_module(HERE / "experiments.py", "08")
-# from the bottom up: what lasts longest first
+# From the bottom up: the category that stays longest is first.
 LAYERS = ("parameters", "optimizer", "gradients", "activations")
 SHADES = {1: "#bcd0e8", 2: "#7fa3d1", 4: "#2f5d9b"}
 PASSES = (1, 2, 4)

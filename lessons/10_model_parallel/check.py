@@ -32,7 +32,10 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Which layers; then a step on 1 to 4 ranks: result, gradients, bytes; then the formulas."""
+    """Check which layers a rank has, then a step on 1, 2 and 4 ranks, then the formulas.
+
+    Of a step the result, the gradients and the bytes are checked.
+    """
     for ranks, layers in ((2, 4), (3, 5), (4, 7)):
         target = [np.array_split(np.arange(layers), ranks)[rank].tolist() for rank in range(ranks)]
         measured = [list(exercise.layers_of(rank, ranks, layers)) for rank in range(ranks)]
@@ -61,7 +64,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _stack() -> tuple[list[Parameter], list[Any], np.ndarray]:
-    """Weights, blocks of one weight each, the batch."""
+    """Return weights, blocks of one weight each, and the batch."""
     draw = np.random.default_rng(7)
     weights = [
         Parameter(draw.normal(size=(WIDTH, WIDTH)) / 2, name=f"w{layer}") for layer in range(LAYERS)
@@ -111,7 +114,10 @@ class Watched:
 
 
 def _job(group: Group, exercise: ModuleType, watched: dict[int, Watched]) -> dict[str, Any]:
-    """What a rank finds: its weights' gradients, the loss on the last, and what it sent."""
+    """Run a step on one rank; return the gradients of its weights, the loss, and the bytes sent.
+
+    Only the last rank has a loss.
+    """
     watched[group.rank] = Watched(group)
     weights, blocks, batch = _stack()
     mine = exercise.layers_of(group.rank, group.size, LAYERS)
@@ -179,7 +185,7 @@ def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
             mistake="the ranks wait for each other",
             advice="each send needs its recv, on the rank it goes to: section 1",
         )
-    # whatever the student's code raises, the ranks show what they sent and got
+    # The student's code may raise anything. The ranks still show what they sent and got.
     except Exception as error:
         advice = "which tensor begins this rank's tape, and what has it after backward? section 1"
         if (wrong := next(_all_mistakes(watched), None)) is None:

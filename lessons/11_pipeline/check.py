@@ -29,7 +29,7 @@ from minidist.parallel.pipeline.pipeline import plain_gpipe
 from minidist.parallel.pipeline.schedule_checker import check, clock_of, needs, peak_held
 from minidist.parallel.pipeline.schedules import make_schedule, of_orders
 
-# ranks, microbatches; also fewer microbatches than stages
+# (ranks, microbatches); some have fewer microbatches than stages.
 SIZES = ((1, 3), (2, 4), (4, 8), (4, 2), (3, 7))
 
 CUT_FROM = (plain_gpipe,)
@@ -49,8 +49,10 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """GPipe; how many ahead; the lists: proved, as short as they can be, no hungrier; messages and
-    formulas."""
+    """Check GPipe, how many forwards come first, the lists, the messages and the formulas.
+
+    The lists must be correct, as short as possible, and hold no more microbatches than needed.
+    """
     for ranks in (1, 2, 3):
         yield from _gpipe(exercise, ranks)
     for ranks, microbatches in SIZES:
@@ -98,7 +100,10 @@ def _how_wrong(found: list[Any], target: list[np.ndarray]) -> str:
 
 
 def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
-    """One matrix a stage, three microbatches: its gradient beside one process's."""
+    """Check the gradient of each stage of GPipe against one process's.
+
+    A stage has one matrix; the batch has three microbatches.
+    """
     draw = np.random.default_rng(ranks)
     drawn = [draw.normal(size=(4, 4)) for _ in range(ranks)]
     batch = draw.normal(size=(3, 2, 4))
@@ -137,7 +142,7 @@ def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
             mistake="the ranks wait for each other",
             advice="each receive needs its send, on the stage it names: section 1 (holes 1 to 3)",
         )
-    # whatever the student's code raises, the check may know where it comes from
+    # The student's code may raise anything. The check may know the cause.
     except Exception as error:
         mistake, advice = backward_mistake(error)
         if not mistake:
@@ -191,7 +196,7 @@ def _ahead(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Resu
 
 
 def _lists(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
-    """Proved, then by the clock, then by what they hold."""
+    """Check the lists: by proof, then by the clock, then by what they hold."""
     what = f"{plural(ranks, 'rank')}, {microbatches} microbatches"
     orders = [exercise.one_f_one_b(rank, ranks, microbatches) for rank in range(ranks)]
     right = make_schedule("1f1b", ranks, microbatches)
@@ -251,7 +256,7 @@ def _lanes(schedule: Schedule) -> list[Lane]:
 
 
 def _messages(exercise: ModuleType) -> Iterator[Result]:
-    """What each compute of three stages waits for."""
+    """Check which message each compute of three stages waits for."""
     schedule = make_schedule("1f1b", 3, 2)
     for instruction in (compute(stage, 1) for compute in (Forward, Backward) for stage in range(3)):
         target = next(

@@ -152,7 +152,7 @@ def peak_activations(group: Group, name: str, microbatches: int) -> int:
     pipeline = pipeline_for(group, name, microbatches)
     optimizer = SGD(pipeline.parameters, 1e-2)
     batch = global_batch(config_for(group.size), 0, microbatches)
-    # an account for this step only: arrays of earlier steps do not count
+    # This account is for this step only. Arrays of earlier steps do not count.
     with account.use(account.MemoryAccount()) as memory:
         pipeline.step(batch, optimizer)
         return memory.peak["activations"]

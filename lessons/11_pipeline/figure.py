@@ -108,7 +108,7 @@ def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
                 color=look.INK if color in LIGHT else "white",
             )
     for number, span in enumerate(_notes_steps(spans) if name == "gpipe" else (), 1):
-        # above the first rank; of others before it
+        # The number is above the first rank's span, and before the span of another rank.
         left = (span.start - begin) / UNIT
         first = span.rank == 0
         look.step_number(

@@ -45,7 +45,7 @@ from minidist.parallel.pipeline.stages import Stages
 from minidist.parallel.step.single import Single
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "11")
-# UNIT: seconds that a sleeping stage takes for a forward
+# UNIT: seconds that a sleeping stage needs for a forward.
 STEPS = 2
 MICROBATCHES = 4
 UNIT = 0.006

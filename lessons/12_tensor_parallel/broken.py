@@ -84,7 +84,7 @@ def straddle() -> None:
     q, k, v = (draw.normal(size=(1, heads, t, width)) for _ in range(3))
     right = ops.causal_attention(q, k, v).data
     print("three heads on two ranks, head 1 cut in the middle; expected: each head off by 0.0%")
-    # rank 0: head 0, half of head 1
+    # Rank 0 has head 0 and half of head 1.
     pieces = {0: [slice(0, 8)], 1: [slice(0, 4), slice(4, 8)], 2: [slice(0, 8)]}
     for head, parts in pieces.items():
         y = np.concatenate(

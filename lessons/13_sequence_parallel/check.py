@@ -38,8 +38,10 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Blocks and pairs; attention of one head, of small scores and of large ones; positions;
-    bytes."""
+    """Check blocks, pairs, attention, positions and bytes.
+
+    Attention has one head, first with small scores, then with large ones.
+    """
     for ranks in RANKS:
         yield from _blocks(exercise, ranks)
     yield from _pairs(exercise)
@@ -159,8 +161,10 @@ MISTAKES = {
 
 
 def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result]:
-    """Each rank's tokens beside the library's attention; queries times `size`, each second one of
-    those by 1."""
+    """Check the outputs of each rank's tokens against the library's attention.
+
+    Every second query is multiplied by `size`; the others stay as they are.
+    """
     for length in LENGTHS:
         q, k, v = (3 * _numbers(name, length, 4) for name in "qkv")
         q *= np.where(np.arange(length) % 2, 1.0, size)[:, None]
@@ -264,7 +268,7 @@ def _positions(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
-    """What the library's ring sends, by the ledger."""
+    """Check how many blocks are sent against the library's ring, as its ledger counts them."""
     length = 4 * ranks
     block = 8 * 4 * 4
 

@@ -389,7 +389,7 @@ def no_offset() -> None:
 
 
 class OwnPieceAlone(ring_attention.RingSelfAttention):
-    """N2:315 to the letter: own queries see own keys, and nothing goes round."""
+    """Attention as N2:315 says literally: own queries see only own keys, and no rank sends."""
 
     def attend(self, q: Any, k: Any, v: Any, positions: Any) -> Any:
         own = token_shard.pick(positions, self.own, 0)

@@ -22,7 +22,7 @@ from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.zero1 import plain_zero1
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=1, width=8, heads=2, dtype="float64")
-# ranks that do not divide the number of parameters
+# Numbers of ranks that do not divide the number of parameters.
 SIZES = (3, 5)
 STEPS = 3
 
@@ -35,7 +35,7 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Which rank owns what, what a step sends, then whole runs."""
+    """Check which rank owns which weights, then whole runs and what a step sends."""
     for n, size in ((12, 3), (13, 3), (14, 5), (2, 3)):
         yield _owners(exercise, n, size)
     for size in SIZES:
@@ -60,7 +60,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
-    """The student's ZeRO-1 for some steps."""
+    """Run some steps of the student's ZeRO-1; return what was seen."""
     model = new_model(CONFIG)
     drawn = weights(model)
     given: list[tuple[int, bool]] = []
@@ -115,11 +115,11 @@ def _alone(scale: float = 1.0) -> np.ndarray:
     return alone(new_model(CONFIG), partial(Adam, lr=0.01), batches, scale)
 
 
-# ---------------------------------------------------------------------------- beside the answer key
+# --------------------------------------------------------------------------- against the answer key
 
 
 def _owners(exercise: ModuleType, n: int, size: int) -> Result:
-    """Together the slices are every weight once."""
+    """Check that the slices together have every weight once."""
     edges = bounds(n, size)
     target = list(zip(edges, edges[1:], strict=False))
     mine = [
@@ -142,7 +142,7 @@ def _owners(exercise: ModuleType, n: int, size: int) -> Result:
 
 
 def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """Each optimizer was given the own chunk."""
+    """Check that each optimizer was given its rank's own chunk."""
     given = [rank["given"][0] for rank in ranks]
     right = [rank["right"] for rank in ranks]
     if given == right and not all(rank["given"][1] for rank in ranks):
@@ -187,7 +187,7 @@ def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _replicas(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """After a step all have the same weights."""
+    """Check that after the steps all ranks have the same weights."""
     mistake, advice = (
         "the all-gather is missing",
         "each rank knows only its own new weights until they are shared: "
@@ -204,7 +204,7 @@ def _replicas(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """And they are those of one process."""
+    """Check that the weights are those of one process."""
     nowhere, advice = lab.new_array("the optimizer", "section 1, step 2 (hole 3)")
     return parity(
         f"{size} ranks, weights",
@@ -227,7 +227,7 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """2(P-1) n a step over all ranks."""
+    """Check that all ranks together send 2(P-1) n bytes per step."""
     n = 8 * ranks[0]["n"]
     measured = sum(rank["sent"][1] for rank in ranks) / STEPS
     target = 2 * (size - 1) * n

@@ -51,8 +51,10 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The plain loop; then two and three ranks, two passes a step: what flies, what is alive, the
-    sums, the bytes."""
+    """Check the plain loop, then two passes per step on two and on three ranks.
+
+    Of a step the check looks at sums in flight, gradients that are alive, weights and bytes.
+    """
     for size in (2, 3):
         yield from _plain(exercise, size)
     for size in (2, 3):
@@ -82,7 +84,7 @@ class Run:
         self.taken: list[Any] = []  # weak references to the gradients that were taken
 
     def take(self) -> np.ndarray:
-        """The gradients end to end; the parameters forget theirs."""
+        """Return the gradients end to end, and remove them from the parameters."""
         gradient = np.concatenate(
             [np.zeros(p.size) if p.grad is None else p.grad.ravel() for p in self.flat.parameters]
         )
@@ -92,7 +94,7 @@ class Run:
         return gradient
 
     def chunk(self) -> np.ndarray:
-        """Room for this rank's part of the sum."""
+        """Return a new array for this rank's part of the sum."""
         return np.full(self.flat.chunk_size, np.nan)
 
 
@@ -126,8 +128,10 @@ class Links(LateGroup):
 
 
 def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
-    """The plain loop: gradients that are freed, equal replicas, one process's weights, the
-    bytes."""
+    """Check the plain loop: gradients are freed, and weights and bytes are right.
+
+    All replicas must be equal, and equal to one process.
+    """
 
     def job(group: Group) -> dict[str, Any]:
         model = new_model(CONFIG)
@@ -179,7 +183,8 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
     if any(rank["new_gathers"] for rank in ranks):
         mistake, advice = lab.new_array("the model", "section 1, step 3 (hole 2)")
     yield replicas(f"{task}: replicas", trained, mistake, advice)
-    # two ranks' weights averaged are those of gradients averaged twice, so that is asked first
+    # On two ranks, averaging the weights gives the same as averaging the gradients twice.
+    # So the check first asks whether the weights were averaged.
     added = any(rank["adds_weights"] for rank in ranks)
     nowhere, advice = lab.new_array("the optimizer", "section 1, step 1a (hole 1)")
     yield parity(
@@ -205,7 +210,7 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
 
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
-    """The student's gradients under a loop that is right."""
+    """Run the student's gradients in a training loop that is right; return what was seen."""
     model = new_model(CONFIG)
     runs = [Run(parameters, group) for parameters in cut(model.parameters(), BUCKET)]
     vectors = [each.flat.join() for each in runs]
@@ -272,7 +277,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
 
 
 def _copies(late: LateGroup, runs: list[Run]) -> int:
-    """How many sums on their way are not of a gradient that a run gave, but of a copy beside it."""
+    """Return how many sums in flight are of a copy, not of the gradient that a run gave."""
     gradients = [gradient for each in runs for ref in each.taken if (gradient := ref()) is not None]
     return sum(
         not any(np.may_share_memory(handle.x, gradient) for gradient in gradients)
@@ -282,8 +287,10 @@ def _copies(late: LateGroup, runs: list[Run]) -> int:
 
 
 def _alone(scale: float = 1.0, *, last_pass: int = 0) -> np.ndarray:
-    """One process; with gradients times `scale`, or of the last pass of each of `last_pass` ranks
-    alone."""
+    """Return the weights of one process, with gradients times `scale`.
+
+    With `last_pass` ranks, only the last pass of each rank counts.
+    """
     model = new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), RATE)
     for step in range(STEPS):
@@ -302,11 +309,11 @@ def _alone(scale: float = 1.0, *, last_pass: int = 0) -> np.ndarray:
     return weights(model)
 
 
-# ---------------------------------------------------------------------------- beside the answer key
+# --------------------------------------------------------------------------- against the answer key
 
 
 def _ended(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """No sum is on its way when finish() has returned."""
+    """Check that no sum is in flight when finish() has returned."""
     most = max(rank["unwaited"] for rank in ranks)
     mistake, advice = named(
         "the update comes before the reduce has ended",
@@ -335,7 +342,7 @@ def _ended(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """One in flight while the next fills, and none left at the end."""
+    """Check that one sum is in flight while the next bucket fills, and none at the end."""
     left, most, copies, runs = (
         max(rank[name] for rank in ranks) for name in ("left", "flying", "copies", "runs")
     )
@@ -372,7 +379,7 @@ def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """After training: those of one process."""
+    """Check that the weights after training are those of one process."""
     return parity(
         f"{size} ranks, {PASSES} passes a step, weights",
         _alone(),
@@ -410,7 +417,7 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """(P-1) n for each pass."""
+    """Check that all ranks together send (P-1) n bytes per pass."""
     return expect(
         f"{size} ranks, bytes",
         STEPS * PASSES * (size - 1) * ranks[0]["n"],

@@ -28,7 +28,10 @@ CUT_FROM = (PlainUnit, plain_zero3)
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """One unit; then two and three ranks: what is whole and when, the weights, the bytes."""
+    """Check one unit, then two and three ranks.
+
+    Of a run the check looks at which units are whole and when, at the weights and at the bytes.
+    """
     yield from _unit(exercise)
     for size in (2, 3):
         ranks = on_ranks(
@@ -64,7 +67,7 @@ class Noting:
 
 
 def _unit(exercise: ModuleType) -> Iterator[Result]:
-    """What a unit registers as hooks, and how many numbers it gathers."""
+    """Check what a unit registers as hooks, and how many numbers it gathers."""
 
     def job(group: Group) -> dict[str, Any]:
         given: list[tuple[int, Any]] = []
@@ -112,7 +115,7 @@ def _unit(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _whole(module: Any) -> bool:
-    """Whether a unit's weights are there."""
+    """Return whether the unit has its weights."""
     return not any(np.isnan(p.data).any() for p in module.parameters())
 
 
@@ -122,7 +125,7 @@ def _vector(module: Any) -> np.ndarray:
 
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
-    """The student's loop and units, watched: what is whole, and when."""
+    """Run the student's loop and units; return what was seen: which units are whole, and when."""
     model = new_model(CONFIG)
     units = [(name, module) for name, module in model.children() if list(module.parameters())]
     missing: list[str] = []
@@ -219,11 +222,11 @@ def _never_cleared() -> np.ndarray:
     return weights_of(model)
 
 
-# ---------------------------------------------------------------------------- beside the answer key
+# --------------------------------------------------------------------------- against the answer key
 
 
 def _there(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """Each unit has its weights when it needs them."""
+    """Check that each unit has its weights when it needs them."""
     missing = [name for rank in ranks for name in rank["missing"]]
     where = missing[0] if missing else ""
     return judge(
@@ -239,7 +242,7 @@ def _there(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _freed(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """One unit at a time is whole, and none when backward has ended."""
+    """Check that one unit at a time is whole, and none when backward has ended."""
     most, left, kept, units = (
         max(rank[name] for rank in ranks) for name in ("most", "left", "kept", "units")
     )
@@ -283,7 +286,7 @@ def _freed(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """After training: those of one process."""
+    """Check that the weights after training are those of one process."""
     nowhere, advice = lab.new_array("the optimizer", "section 1, backward 3 (hole 5)")
     return parity(
         f"{size} ranks, weights after {STEPS} steps",
@@ -320,9 +323,9 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
-    """3(P-1) n a step over all ranks."""
+    """Check that all ranks together send 3(P-1) n bytes per step."""
     n = ranks[0]["n"]
-    # without the last look
+    # This check gathers the weights once at the end. Those bytes do not count.
     measured = (sum(rank["sent"][1] for rank in ranks) - (size - 1) * n) / STEPS
     return expect(
         f"{size} ranks, bytes a step",

@@ -97,7 +97,7 @@ def _sawtooth(
             color=look.INK,
         )
     ax.set_xlim(0, 1e3 * longest)
-    # from just below the shard: the teeth are what matters
+    # The axis begins just below the shard, because the teeth matter.
     ax.set_ylim(shard - 0.4 * unit, shard + 2.7 * unit)
     ax.set_xticks([])
 

@@ -27,7 +27,7 @@ from minidist.parallel.zero.memory_formula import SINGLE, STATE, in_flight, stat
 from minidist.parallel.zero.zero3 import Zero3, plain_zero3
 
 TIMED = GPTConfig(vocabulary=64, context=64, layers=8, width=96, heads=4)  # to see overlap
-# of the links it is seen over
+# The delayed links over which overlap is measured: seconds, bytes per second.
 ALPHA = 100e-6
 BANDWIDTH = 400e6
 
@@ -287,7 +287,7 @@ def tied_in_a_unit() -> None:
 
 
 def no_second_gather() -> None:
-    """Backward with what a freed weight reads as."""
+    """Run backward without the second all-gather: a freed weight reads as NaN."""
 
     def train(group: Group) -> float:
         strategy = Zero3(new_model(lab.SMALL), group)

@@ -38,8 +38,10 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The gate, places, which tokens are kept, the journey there and back, and both ways to
-    balance."""
+    """Check the gate, the places, the kept tokens, the ways of the rows, and the balance.
+
+    Rows go to the experts and back. Experts are balanced in two ways; both are checked.
+    """
     yield _choose(exercise)
     yield _places(exercise)
     yield _keep(exercise)
@@ -50,7 +52,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _layer(balance: str = "loss", capacity: float | None = 0.8) -> Any:
-    """The library's mixture, which is the answer key."""
+    """Return a GPT with the library's mixture, which is the answer key."""
     config = GPTConfig(
         vocabulary=8, context=TOKENS, layers=1, width=WIDTH, heads=1, dtype="float64"
     )
@@ -76,7 +78,7 @@ def _chances(experts: int) -> np.ndarray:
 
 
 def _choose(exercise: ModuleType) -> Result:
-    """Hole 1: of few experts, then of many."""
+    """Check hole 1, the choice of experts: of few experts, then of many."""
     for experts, k in ((EXPERTS, K), (600, 90)):
         chances = _chances(experts)
         right = top_positions(chances, k)
@@ -105,7 +107,7 @@ def _choose(exercise: ModuleType) -> Result:
 
 
 def _places(exercise: ModuleType) -> Result:
-    """Hole 2."""
+    """Check hole 2, the number of places of an expert."""
     for capacity, k, tokens, experts in ((1.0, 2, 24, 8), (2.1, 1, 16, 8), (1.0, 2, 9, 5)):
         right = MixtureConfig(experts=experts, top_k=k, capacity=capacity).places(tokens)
         mine = exercise.places(capacity, k, tokens, experts)
@@ -134,7 +136,7 @@ def _places(exercise: ModuleType) -> Result:
 
 
 def _keep(exercise: ModuleType) -> Result:
-    """Hole 3, beside the library's routing of one sequence."""
+    """Check hole 3, the choices that are kept, against the library's routing of one sequence."""
     layer = mixtures(_layer())[0]
     layer(tensor(np.random.default_rng(0).normal(size=(1, TOKENS, WIDTH))))
     assert layer.routing is not None, "it has run"
@@ -223,7 +225,7 @@ def _kept(chosen: np.ndarray, room: int) -> np.ndarray:
 
 
 def _journey(exercise: ModuleType, size: int) -> Result:
-    """Holes 4, 5, 6: on ranks, beside one process."""
+    """Check holes 4, 5 and 6, the plain loop on ranks, against one process."""
     rng = np.random.default_rng(size)
     count = 6 * size + 1
     x = rng.normal(size=(count, WIDTH))
@@ -284,7 +286,7 @@ def _journey(exercise: ModuleType, size: int) -> Result:
 
 
 def _balance(exercise: ModuleType) -> Result:
-    """Hole 7, beside the library's, which is a sum over tokens."""
+    """Check hole 7, the balance loss, against the library's, which is a sum over tokens."""
     model = _layer(capacity=None)
     layer = mixtures(model)[0]
     x = tensor(np.random.default_rng(0).normal(size=(1, TOKENS, WIDTH)))
@@ -319,7 +321,7 @@ def _balance(exercise: ModuleType) -> Result:
 
 
 def _biases(exercise: ModuleType) -> Result:
-    """Hole 8."""
+    """Check hole 8, the moves of the biases."""
     model = _layer("bias")
     load = np.array([9, 1, 3, 4, 3])
     rebalance(model, np.stack([[load, load]]))

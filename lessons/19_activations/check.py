@@ -35,8 +35,10 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The formula, the best size, then memory and gradients of real stacks, and the rounding to 8
-    bits."""
+    """Check the formula, the best size, real stacks, and the rounding to 8 bits.
+
+    Of real stacks, memory and gradients are checked.
+    """
     yield from _formula(exercise)
     for size in SIZES:
         yield from _memory(exercise, size)
@@ -77,7 +79,7 @@ def _formula(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _best_size(exercise: ModuleType, layers: int, x: int, a: int) -> Result:
-    """A size with the lowest peak; of several, any."""
+    """Check that a size has the lowest peak; if several have it, each of them is right."""
     peaks = {
         size: exercise.peak(layers, size, x, a)
         for size in range(1, layers + 1)
@@ -103,7 +105,7 @@ def _best_size(exercise: ModuleType, layers: int, x: int, a: int) -> Result:
 
 
 def _stack() -> tuple[list[Parameter], list[Block], Tensor]:
-    """Weights, blocks of one weight each, and an input."""
+    """Return weights, blocks of one weight each, and an input."""
     draw = np.random.default_rng(3)
     weights = [
         Parameter(draw.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, name=f"w{i}")
@@ -117,7 +119,7 @@ def _stack() -> tuple[list[Parameter], list[Block], Tensor]:
 
 
 def _segments(blocks: list[Block], size: int) -> list[Block]:
-    """Blocks of `size` blocks."""
+    """Return segments, each of which runs `size` blocks."""
 
     def segment(part: list[Block]) -> Block:
         def run(x: Tensor) -> Tensor:
@@ -148,8 +150,10 @@ def _recompute(exercise: ModuleType, task: str, segments: list[Block], x: Tensor
 
 
 def _memory(exercise: ModuleType, size: int) -> Iterator[Result]:
-    """What is alive when forward is over, as the last block is about to be made again: the
-    inputs."""
+    """Check that only the inputs are alive when forward is over.
+
+    The bytes are read when the last segment is about to run again.
+    """
 
     def alive(recompute: Callable[..., object]) -> int:
         seen: list[int] = []
@@ -179,7 +183,7 @@ def _memory(exercise: ModuleType, size: int) -> Iterator[Result]:
 
 
 def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
-    """Beside a plain backward, to the bit."""
+    """Check that the gradients equal those of a plain backward to the bit."""
     weights, blocks, x = _stack()
     dy = np.random.default_rng(4).normal(size=(ROWS, WIDTH))
     y = start = tensor(x.data, requires_grad=True)
@@ -242,7 +246,7 @@ def _gives(found: list[np.ndarray], size: int, dy: np.ndarray, old: str, new: st
 
 
 def _codes(exercise: ModuleType) -> Iterator[Result]:
-    """The mean of the codes over many chances, in steps of the scale: the numbers themselves."""
+    """Check that the mean code over many chances is the number itself, in steps of the scale."""
     x = np.random.default_rng(5).normal(size=16)
     chances = (np.arange(1000)[:, None] / 1000 + np.arange(16) / 16) % 1  # of each number another
     draws = [exercise.codes_of(x, chance) for chance in chances]

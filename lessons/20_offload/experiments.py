@@ -133,7 +133,7 @@ def disk_by_category(store: ShardStore) -> dict[str, int]:
     return held
 
 
-# ----------------------------------------------------------------------- a disk that takes its time
+# ------------------------------------------------------------------------------------- a slow disk
 
 COMPUTE = 12e-3
 ACCESS = 4e-3
@@ -141,8 +141,10 @@ ACCESS = 4e-3
 
 
 class Slow(Module):
-    """A layer that computes for COMPUTE seconds each way, asleep: so two cores, or one, are enough
-    for the picture."""
+    """A layer that sleeps COMPUTE seconds each way.
+
+    Two cores, or one, are therefore enough for the picture.
+    """
 
     def __init__(self) -> None:
         self.linear = Linear(16, 16, bias=False, std=0.3, dtype="float64")
@@ -156,7 +158,7 @@ class Slow(Module):
 
 
 class Stack(Module):
-    """Eight of them."""
+    """Eight layers of class Slow."""
 
     def __init__(self) -> None:
         self.layers = [Slow() for _ in range(8)]
@@ -209,7 +211,7 @@ def over_a_slow_disk(
     spans = [
         asdict(span)
         for span in timeline.spans
-        # behind it
+        # the step's spans, and the writes after the step
         if begin <= span.start <= stop or (span.start > stop and span.name.startswith("write"))
     ]
     return {

@@ -178,7 +178,7 @@ Kind = tuple[str, float]  # the function's name, and its last argument
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """What travels and what is trained by top-k; then DiLoCo; then the break-even."""
+    """Check what top-k sends and trains, then DiLoCo, then the break-even."""
     yield from _sent(exercise)
     yield _weights(f"top-k, density {DENSITY:g}", exercise, TOP_K, TOP_K_MISTAKES)
     yield _meetings(exercise)
@@ -201,18 +201,21 @@ class Watched:
         self.summed = list[float]()
 
     def all_gather(self, x: Any, **options: Any) -> Any:
-        """As the group's own."""
+        """Note x, then do what the group's method does."""
         self.gathered.append(np.array(x))
         return self.group.all_gather(x, **options)
 
     def all_reduce(self, x: Any, **options: Any) -> Any:
-        """As the group's own."""
+        """Note the largest |x|, then do what the group's method does."""
         self.summed.append(float(np.abs(x).max()))
         return self.group.all_reduce(x, **options)
 
 
 def _train(group: Group, train: Train, alone: bool = False) -> dict[str, Any]:
-    """A rank's weights, and what it sent; `alone`: up to an error, if there is one."""
+    """Train on one rank; return the weights, and what the rank sent.
+
+    With `alone`, an error ends the training and is returned with the rest.
+    """
     model = new_model(CONFIG)
     watched = Watched(group)
     batches = [random_batch(CONFIG, step, SEQUENCES) for step in range(STEPS)]
@@ -238,7 +241,7 @@ others, so most functions are met again unchanged."""
 
 
 def _ranks(module: Any, kind: Kind, size: int = 3) -> list[dict[str, Any]]:
-    """What each of `size` ranks has, trained by the module's function."""
+    """Return what each of `size` ranks has after training by the module's function."""
     name, last = kind
     function = getattr(module, name)
     key = (getattr(function, "__code__", function), last, size)
@@ -252,7 +255,7 @@ def _ranks(module: Any, kind: Kind, size: int = 3) -> list[dict[str, Any]]:
 
 
 def _sent(exercise: ModuleType) -> Iterator[Result]:
-    """Places and values of the first step, parameter by parameter, on one rank."""
+    """Check the places and values of the first step on one rank, parameter by parameter."""
     target = _ranks(sys.modules[__name__], TOP_K, 1)[0]
     found = _ranks(exercise, TOP_K, 1)[0]
     first = slice(0, 2 * target["parameters"])
@@ -261,7 +264,7 @@ def _sent(exercise: ModuleType) -> Iterator[Result]:
         raise found["error"]
     nothing = not any(values.any() for _, values in pairs[1::2])
     positions = all(places.dtype.kind in "iu" for _, places in pairs[::2])
-    # an error came after the places that were sent, if these are right
+    # After an error only the places that were sent before it can be compared.
     whole = len(pairs[::2]) if found["error"] is not None else target["parameters"]
     for task, wanted, mistake, advice in (
         (
@@ -293,7 +296,7 @@ def _sent(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _short(sent: np.ndarray) -> str:
-    """The first of what was sent, as a student reads it."""
+    """Return the first numbers of what was sent, as text for a student."""
     flat = np.ravel(sent)
     return f"{', '.join(f'{number:.4g}' for number in flat[:4])}{', …' * (flat.size > 4)}"
 
@@ -324,7 +327,7 @@ def _wrong_values(target: np.ndarray, found: np.ndarray) -> str:
 
 
 def _meetings(exercise: ModuleType) -> Result:
-    """How often ranks met."""
+    """Check how often the ranks met."""
     found = _ranks(exercise, DILOCO)[0]
     times = len(found["summed"]) / found["parameters"]
     return expect(
@@ -347,7 +350,7 @@ def _meetings(exercise: ModuleType) -> Result:
 def _weights(
     task: str, exercise: ModuleType, kind: Kind, mistakes: dict[str, tuple[int, str, str]]
 ) -> Result:
-    """Alike on all ranks, and those of the plain version."""
+    """Check that the weights are equal on all ranks, and equal to the plain version's."""
     trained = _ranks(exercise, kind)
     ranks = [rank["weights"] for rank in trained]
 
@@ -392,7 +395,7 @@ def _with_mistake(trained: Callable[[Any], np.ndarray], hole: int, code: str) ->
 
 
 def _filled(hole: int, code: str) -> ModuleType:
-    """The exercise with right code in its holes, but in one."""
+    """Return the exercise with right code in all holes but `hole`, which gets `code`."""
     template = ast.parse(EXERCISE.read_text(encoding="utf-8"))
     key = answer_key(sys.modules[__name__], template) | holes.right_code(template, (), {hole: code})
     return run_module(

@@ -152,7 +152,7 @@ def clock(moment: Moment, seconds: float, link: Link) -> float:
     return moment.step * seconds + moment.messages * link.alpha + moment.sent * link.beta
 
 
-# ----------------------------------------------------------------------- what of a gradient is kept
+# ---------------------------------------------------------------------- the kept part of a gradient
 
 
 def kept(group: Group, steps: int, texts: tuple[str, ...] = KEPT) -> dict[str, dict[str, float]]:

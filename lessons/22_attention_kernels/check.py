@@ -41,7 +41,7 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The online update, the barriers, then the loads."""
+    """Check the online update, the barriers, then the loads."""
     if on_cpu.compiler() is None:
         yield Result(
             "C++ compiler",
@@ -59,7 +59,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _written(code: str, _: re.Match[str]) -> str:
-    """The code as it stands: in a string re.sub would look for escapes."""
+    """Return the code unchanged. In a string, re.sub would look for escapes."""
     return code
 
 
@@ -71,8 +71,10 @@ def _run(
     block: Any,
     args: Sequence[Any],
 ) -> Any:
-    """Build a kernel with its holes filled and run it; what was seen. Raises: KernelError, with the
-    file's lines."""
+    """Build a kernel with its holes filled and run it; return what was seen.
+
+    Raises: KernelError, with the lines of the file.
+    """
     text = getattr(exercise, KERNELS[name])
     file = Path(str(exercise.__file__))
     before, _, _ = file.read_text(encoding="utf-8").partition(text)
@@ -88,7 +90,7 @@ def _run(
 
 
 def _broken(task: str, target: str, error: KernelError, holes: str) -> Result:
-    """A kernel that does not compile, or broke a rule as it ran."""
+    """Return a failed result for a kernel that does not compile, or that broke a rule as it ran."""
     text = str(error)
     compiled = "(g++)" not in text
     return Result(
@@ -105,7 +107,7 @@ def _broken(task: str, target: str, error: KernelError, holes: str) -> Result:
 
 
 def _one_pass(q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> np.ndarray:
-    """The loop with one of the usual mistakes in it; float32 overflows as the kernel does."""
+    """Run the loop with one of the usual mistakes in it; float32 overflows as in the kernel."""
     top = np.full((len(q), 1), -np.inf, q.dtype)
     total = np.zeros((len(q), 1), q.dtype)
     y = np.zeros_like(q)
@@ -310,7 +312,7 @@ def _barriers(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _sectors(exercise: ModuleType) -> Iterator[Result]:
-    """Against what the CPU build counts."""
+    """Check the sectors against what the CPU build counts."""
     for stride in (1, 2, 3, 8, 16):
         target = lab.one_warp(stride).sectors
         measured = exercise.sectors(stride)

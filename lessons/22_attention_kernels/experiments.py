@@ -55,8 +55,8 @@ class Machine:
         return min(self.rates[rate], intensity * self.memory)
 
 
-# 132 multiprocessors at 1.98 GHz, each 128 products and sums of float32 and 128 bytes of shared
-# memory a clock.
+# 132 multiprocessors at 1.98 GHz. Per clock, each does 128 products and sums of float32 and moves
+# 128 bytes of shared memory.
 H100 = Machine("H100 SXM", 3.35e12, {"float32": 67e12, "tensor cores": 989e12}, 132 * 128 * 1.98e9)
 
 

@@ -44,7 +44,7 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The path, hole by hole; then bound, causes and priorities."""
+    """Check the path, hole by hole, then the bound, the causes and the priorities."""
     yield from _paths(exercise)
     yield from _bounds(exercise)
     yield from _causes(exercise)
@@ -52,7 +52,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def paths() -> Iterator[tuple[str, StepRecord, str, str]]:
-    """Name, record, the mistake and the advice of each path."""
+    """Yield the name, the record, the mistake and the advice of each path."""
     yield (
         "a step whose last bucket is waited for",
         lab.run(STEP),
@@ -112,7 +112,7 @@ def paths() -> Iterator[tuple[str, StepRecord, str, str]]:
 
 
 def two_slow() -> StepRecord:
-    """Rank 1 comes to the buckets last, rank 0 ends last."""
+    """Return a record in which rank 1 arrives last at the buckets, and rank 0 ends last."""
     programs = [lab.Program(STEP, 1.0), lab.Program(STEP, 1.5)]
     for program in programs:
         lab.ddp(program)
@@ -122,7 +122,7 @@ def two_slow() -> StepRecord:
 
 
 def ends_waiting() -> StepRecord:
-    """DDP without an update: nothing follows the wait for the last bucket."""
+    """Return a record of DDP without an update: nothing follows the wait for the last bucket."""
     programs = [lab.Program(STEP, 1.0), lab.Program(STEP, 1.0)]
     for program in programs:
         lab.ddp(program)
@@ -132,7 +132,10 @@ def ends_waiting() -> StepRecord:
 
 
 def early() -> StepRecord:
-    """Rank 1 begins 30 ms before rank 0, so that its step is the longer one; rank 0 ends last."""
+    """Return a record in which rank 1 begins 30 ms before rank 0, and rank 0 ends last.
+
+    Rank 1 thus has the longer step.
+    """
     record = two_slow()
     begin, end = record.windows[1]
     return StepRecord(
@@ -141,7 +144,10 @@ def early() -> StepRecord:
 
 
 def ends_elsewhere() -> StepRecord:
-    """DDP whose last call still runs on the other rank when this rank's step has ended."""
+    """Return a record of DDP whose last call still runs when this rank's step has ended.
+
+    The call then runs only on the other rank.
+    """
     record: StepRecord = lab.run(STEP)
     record.calls[-1].end += 2 * STEP.update
     return record
@@ -205,7 +211,10 @@ MISREAD = {
 
 
 def rounded(path: Any, *, ranks: bool) -> list[Part]:
-    """The parts of a path in milliseconds; where ranks do alike, either may be named."""
+    """Return the parts of a path in milliseconds.
+
+    Without `ranks` the parts name no rank: where ranks do the same, either may be named.
+    """
     return [
         (part[0], part[1] if ranks else "", round(1e3 * part[2], 6), round(1e3 * part[3], 6))
         for part in path
@@ -213,7 +222,7 @@ def rounded(path: Any, *, ranks: bool) -> list[Part]:
 
 
 def _parts(found: list[Part], other: list[Part]) -> str:
-    """A path's first part that the other path does not have, and the number of its parts."""
+    """Return as text the first part that only `found` has, and the number of its parts."""
     at = next(
         (at for at, part in enumerate(found) if at >= len(other) or part != other[at]),
         len(found) - 1,
@@ -226,7 +235,7 @@ def _parts(found: list[Part], other: list[Part]) -> str:
 
 
 class Counted(StepRecord):
-    """A record that gives up a path that turns in a circle."""
+    """A record that raises RuntimeError if a path turns in a circle."""
 
     asked = 0
 
@@ -241,7 +250,7 @@ class Counted(StepRecord):
 
 
 def counted(record: StepRecord) -> Counted:
-    """The record that gives up."""
+    """Return the record as a Counted record."""
     return Counted(record.windows, record.calls, record.waits, record.work)
 
 
@@ -339,7 +348,7 @@ def _bound(draw: Draw) -> tuple[int, dict[str, tuple[int, str]]]:
 
 
 def _drawn_bounds(exercise: ModuleType) -> Iterator[Result]:
-    """Calls at random, so that each of the bounds is the largest in some."""
+    """Check the bound of random calls; each of the bounds is the largest in some of them."""
     chance = np.random.default_rng(23)
     kinds = {"quick calls": 3, "slow calls": 40}
     draws = list[tuple[str, Draw]]()
@@ -374,7 +383,7 @@ def _drawn_bounds(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _causes(exercise: ModuleType) -> Iterator[Result]:
-    """Of the wait for one bucket: the library's causes of the same wait."""
+    """Check the causes of the wait for one bucket against the library's causes of this wait."""
     cases = {
         "one bucket, a slower rank": (replace(WHOLE, slow=1.5), 0, "slower rank"),
         "one bucket, ranks alike": (WHOLE, 0, "late bucket"),
@@ -442,19 +451,19 @@ MISCOUNTED = {
 def _shared(
     waited: float, given: dict[str, float], slow: tuple[str, str], queue: tuple[str, str]
 ) -> dict[str, float]:
-    """How a wait divides with these amounts."""
+    """Return how a wait divides into its causes with these amounts."""
     slower = min(waited, given[slow[0]] - given[slow[1]])
     busy = min(waited - slower, given[queue[0]] - given[queue[1]])
     return {"slower rank": slower, "link busy": busy, "late bucket": waited - slower - busy}
 
 
 def _shares(found: dict[str, float]) -> str:
-    """Causes and milliseconds, as a student reads them."""
+    """Return causes and milliseconds as text for a student."""
     return ", ".join(f"{cause} {amount:.1f} ms" for cause, amount in found.items())
 
 
 def in_ms(found: dict[str, float]) -> dict[str, float]:
-    """Milliseconds, as they are printed."""
+    """Return the amounts in milliseconds, as they are printed."""
     return {cause: round(1e3 * seconds, 3) + 0.0 for cause, seconds in found.items()}
 
 
@@ -462,8 +471,10 @@ URGENCY_ADVICE = "of the calls that have come, the lowest urgency: section 6 (ho
 
 
 def _priorities(exercise: ModuleType) -> Iterator[Result]:
-    """Calls at random; then backward and the next forward, which each layer's gradients let begin:
-    the library predicts the same."""
+    """Check random calls, then a backward and the next forward against the library's prediction.
+
+    A layer's forward can begin when the layer's gradients have arrived.
+    """
     yield _drawn_calls(exercise)
     for bandwidth in (1e9, 5e8, 2.5e8):
         job = replace(STEP, bandwidth=bandwidth)
@@ -479,7 +490,7 @@ def _priorities(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _drawn_calls(exercise: ModuleType) -> Result:
-    """Thirty links with five calls each; of these the first that is served wrongly."""
+    """Check thirty links with five calls each; report the first link that is served wrongly."""
     chance = np.random.default_rng(9)
     calls = [
         (
@@ -517,7 +528,7 @@ def _drawn_link(right: list[float], yours: Any, seconds: list[int]) -> str:
     if not numbers or not all(isinstance(end, int | float | np.number) for end in yours):
         return ""
     starts = [end - alone for end, alone in zip(yours, seconds, strict=True)]
-    # a NaN is in no interval
+    # A NaN fails both comparisons.
     if not all(
         start >= 0 and end <= 2 * max(right) for start, end in zip(starts, yours, strict=True)
     ):

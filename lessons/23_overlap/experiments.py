@@ -73,11 +73,11 @@ class Program:
         self.ids = dict[str, int]()
 
     def busy(self, seconds: float, name: str) -> None:
-        """Compute."""
+        """Add a computation."""
         self.events.append(Busy(self.slow * seconds, name))
 
     def start(self, verb: str, what: str, tensors: int) -> None:
-        """Start a call, and continue."""
+        """Add the start of a call; the rank continues."""
         number = self.ids[f"{verb} {what}"] = len(self.ids)
         nbytes = tensors * self.job.layer_bytes // TENSORS
         self.events.append(
@@ -85,7 +85,7 @@ class Program:
         )
 
     def wait(self, verb: str, what: str) -> None:
-        """Wait until that call has ended."""
+        """Add a wait until that call has ended."""
         self.events.append(Await(self.ids[f"{verb} {what}"]))
 
     def backward(self, verb: str) -> None:
@@ -289,7 +289,7 @@ def first_come(job: Job, slices: int) -> StepRecord:
 
 CONFIG = GPTConfig(vocabulary=11, context=6, layers=5, width=16, heads=2, dtype="float64")
 BLOCK = 8 * (12 * 16 * 16 + 13 * 16)  # bytes of a block's gradients: a bucket each
-# seconds of a block, asleep, and of its all-reduce on two ranks
+# Seconds that a block sleeps, and seconds of its all-reduce on two ranks.
 FORWARD = 0.010
 BACKWARD = 0.020
 REDUCE = 0.012
@@ -297,8 +297,7 @@ HELD = 2  # the bucket that is held back
 
 
 class BackToFront(GPT):
-    """Declares its parameters in another order than it uses them: buckets fill from the first layer
-    on."""
+    """A GPT that declares its parameters in reverse order: buckets fill from the first layer on."""
 
     def parameters(self) -> Any:
         return reversed(list(super().parameters()))
@@ -329,8 +328,10 @@ def recorded(
         send = slow.transport.start_send
 
         def held(*args: Any, **named: Any) -> Any:
-            """Send; wait before the first message of bucket HELD, as an all-reduce has 2(P-1)
-            messages, one bucket after another."""
+            """Send; before the first message of bucket HELD, wait.
+
+            An all-reduce has 2(P-1) messages, and one bucket follows another.
+            """
             if next(sent) == 2 * (group.size - 1) * HELD and group.rank == 0:
                 time.sleep(options["hold"])
             return send(*args, **named)
@@ -343,7 +344,7 @@ def recorded(
     return timeline.collect(group) or []
 
 
-# seconds of a block's all-reduce in section 6, which makes a queue
+# Seconds of a block's all-reduce in section 6: so long that all-reduces queue.
 SUM = 0.025
 SLICES = 4
 

@@ -273,8 +273,10 @@ def bucket_sizes(page: Page) -> None:
 
 
 def priorities(page: Page) -> None:
-    """Backward and the next forward; each layer's gradients whole and in slices, in turn and by
-    urgency."""
+    """Compare the seconds of a backward and the next forward, in turn and by urgency.
+
+    Each layer's gradients travel whole, and in slices.
+    """
     rows = []
     for bandwidth in (1e9, 5e8, 2.5e8):
         for slices in (1, 4, 16):

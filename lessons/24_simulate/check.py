@@ -41,7 +41,7 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """One event after the other, all together, then the formulas."""
+    """Check one event after the other, then all together, then the formulas."""
     yield _at_once(exercise)
     yield _begins_together(exercise)
     yield _busy(exercise)
@@ -55,7 +55,10 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def replayed(exercise: ModuleType, traces: Sequence[Sequence[Event]]) -> list[float]:
-    """When each rank ends by the student's replay; rank 1 takes twice as long for the same work."""
+    """Return when each rank ends in the student's replay.
+
+    Rank 1 takes twice as long for the same work.
+    """
     return _ends(exercise.plain_replay, traces)
 
 
@@ -70,7 +73,7 @@ def _ends(replay: Callable[..., list[float]], traces: Sequence[Sequence[Event]])
 
 
 def _at_once(exercise: ModuleType) -> Result:
-    """A message, before anything else."""
+    """Check a message that comes before anything else."""
     return expect(
         "a message of 2 s, asked for at once",
         [0.0, 2.0],
@@ -87,7 +90,7 @@ def _at_once(exercise: ModuleType) -> Result:
 
 
 def _begins_together(exercise: ModuleType) -> Result:
-    """A collective that both ranks start at once."""
+    """Check a collective that both ranks start at once."""
     trace: list[Event] = [Start(1, RING), Await(1)]
     return expect(
         "a call of 2 s that both ranks start at once",
@@ -100,7 +103,7 @@ def _begins_together(exercise: ModuleType) -> Result:
 
 
 def _busy(exercise: ModuleType) -> Result:
-    """No calls: work alone."""
+    """Check work alone, without calls."""
     trace: list[Event] = [Busy(3, "forward"), Busy(1, "update")]
     return expect(
         "3 s and 1 s of work; rank 1 takes twice as long",
@@ -117,7 +120,7 @@ def _busy(exercise: ModuleType) -> Result:
 
 
 def _waits(exercise: ModuleType) -> Result:
-    """The call ends long before anybody waits for it, or after."""
+    """Check a call that ends before one rank waits for it, and after the other rank waits."""
     beside: list[list[Event]] = [
         [Start(1, RING), Busy(5, "backward"), Await(1)],
         [Start(1, RING), Await(1)],
@@ -138,7 +141,7 @@ def _waits(exercise: ModuleType) -> Result:
 
 
 def _begins(exercise: ModuleType) -> Iterator[Result]:
-    """Behind the last rank to come, and behind the call before."""
+    """Check that a call begins after the last rank has arrived and the call before has ended."""
     late: list[Event] = [Busy(1, "forward"), Start(1, RING), Await(1)]
     yield expect(
         "ranks come to a call after 1 s and after 2 s",
@@ -187,7 +190,7 @@ def _begins(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _messages(exercise: ModuleType) -> Iterator[Result]:
-    """A message begins with its sender."""
+    """Check that a message begins when its sender arrives."""
     receives_first: list[list[Event]] = [
         [Start(1, BACK_RECV), Await(1)],
         [Busy(3, "forward"), Start(1, BACK_SEND)],
@@ -214,8 +217,10 @@ def _messages(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _drawn(exercise: ModuleType) -> Result:
-    """Traces of three ranks, drawn at random: the same collectives in the same order, other work
-    between them."""
+    """Check random traces of three ranks.
+
+    The ranks make the same collectives in the same order, with different work between them.
+    """
     chance = random.Random(24)
     traces: list[list[Event]] = [[], [], []]
     for number in range(12):
@@ -243,7 +248,7 @@ def _drawn(exercise: ModuleType) -> Result:
 
 
 def _places(exercise: ModuleType) -> Iterator[Result]:
-    """Every rank of a few plans."""
+    """Check the place of every rank of a few plans."""
     cases = (
         ({"dp": 2, "tp": 4}, ("dp", "tp")),
         ({"dp": 2, "tp": 4}, ("tp", "dp")),
@@ -289,8 +294,10 @@ MISPLACED: dict[str, Callable[[int, int, int], int]] = {
 
 
 def _ring(exercise: ModuleType) -> Iterator[Result]:
-    """A ring along the nodes, and one to and fro between them; the walked messages are the answer
-    key."""
+    """Check a ring along the nodes, and a ring that goes to and fro between them.
+
+    The walked messages are the answer key.
+    """
     cluster = Cluster.parse("v100:2x8")
     for name, places, sharing in (
         ("node by node", range(16), 1),
@@ -335,7 +342,7 @@ def _in_ms(seconds: float) -> str:
 
 
 def _mfu(exercise: ModuleType) -> Result:
-    """Of a simulated step."""
+    """Check the MFU of a simulated step."""
     found = simulate(Plan(dp=2, precision="bf16"), SMALL, "h100:1x2", batch=4)
     tokens = found.tokens
     seconds = found.step_seconds

@@ -123,7 +123,10 @@ def reduce_bandwidth(cluster: Cluster, nbytes: int = 64 * GIB, *, on_paper: bool
 
 
 class Claim(NamedTuple):
-    """Attributes: says: of the notes; found: computed; unit: of both."""
+    """A claim of the notes, and what was computed.
+
+    Attributes: says: of the notes; found: computed; unit: of both.
+    """
 
     what: str
     says: str
@@ -213,7 +216,7 @@ def advised() -> Iterator[Row]:
 
 
 def _known(choice: Choice, ranking: Ranking) -> Choice:
-    """The choice, replayed if that is affordable."""
+    """Return the choice, replayed if that is affordable."""
     if replay_seconds(choice.plan, ranking.config) > AFFORDABLE:
         return choice
     return replayed(choice, ranking)

@@ -28,7 +28,7 @@ ANSWERS = {7: "static * (work / frequency + rest) + dynamic * frequency ** 2 * w
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """A hang with 30 ranks behind; then jobs of each kind; then energy."""
+    """Check a hang with 30 ranks behind, then jobs of each kind, then energy."""
     yield _thirty(exercise)
     yield _several_calls(exercise)
     yield _jobs(
@@ -69,7 +69,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _thirty(exercise: ModuleType) -> Result:
-    """The published hard case."""
+    """Check the published hard case: 30 of 32 ranks are behind."""
     calls = {rank: 641 if rank in (4, 9) else 640 for rank in range(32)}
     found = sorted(map(int, exercise.plain_behind(calls)))
     right = [rank for rank in range(32) if rank not in (4, 9)]
@@ -92,7 +92,7 @@ def _thirty(exercise: ModuleType) -> Result:
 
 
 def _several_calls(exercise: ModuleType) -> Result:
-    """Ranks that are behind by one call, and by many."""
+    """Check ranks that are behind by one call, and ranks that are behind by many."""
     found = sorted(map(int, exercise.plain_behind({0: 641, 1: 641, 2: 640, 3: 612})))
     return Result(
         "ranks in calls 641, 641, 640 and 612",
@@ -130,7 +130,7 @@ WHY = {
 
 
 def _jobs(kind: str, task: str, rule: Callable[[Any], Any], advice: str) -> Result:
-    """The rule on jobs that have the fault, on healthy ones, and on those that have another."""
+    """Check the rule on jobs with the fault, on healthy jobs, and on jobs with another fault."""
     missed: list[str] = []
     alarms: list[str] = []
     kinds: set[str] = set()
@@ -166,7 +166,7 @@ def _jobs(kind: str, task: str, rule: Callable[[Any], Any], advice: str) -> Resu
 
 
 def _named(found: Any) -> str:
-    """Who is named, as a student reads it."""
+    """Return who is named, as text for a student."""
     return "nobody" if found is None else str(found)
 
 
@@ -179,7 +179,7 @@ def _pair(found: Any) -> Any:
 
 
 def _leaking(exercise: ModuleType, job: Any) -> int | None:
-    """The rank whose memory grows by more than 1 MiB a step."""
+    """Return the rank whose memory grows most; None if it grows by at most 1 MiB per step."""
     growth = [
         float(exercise.plain_growth(job.memory[:, rank])) for rank in range(job.memory.shape[1])
     ]
@@ -187,7 +187,10 @@ def _leaking(exercise: ModuleType, job: Any) -> int | None:
 
 
 def _growths(exercise: ModuleType) -> Iterator[Result]:
-    """Memory whose last, middle or first steps differ from most others; MiB gained in each step."""
+    """Check memory whose last, middle or first steps differ from most others.
+
+    `cases` has the MiB gained in each step.
+    """
     cases = {
         "2 MiB a step, an array freed at the end": [2.0] * 20 + [-50.0],
         "2 MiB a step, an array freed at the beginning": [-90.0] + [2.0] * 20,
@@ -219,8 +222,10 @@ def _growths(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _first_of_a_step(exercise: ModuleType) -> Result:
-    """Steps are told apart by their number, numbers of one step by their moment; each alone names
-    another rank."""
+    """Check that the first step is named, and in this step the first moment.
+
+    The step alone, or the moment alone, would name another rank.
+    """
     bad = [
         (7, 0.9, 0, "blocks.2"),
         (5, 0.8, 1, "blocks.1"),
@@ -240,7 +245,7 @@ def _first_of_a_step(exercise: ModuleType) -> Result:
 
 
 def _energy(exercise: ModuleType, frequency: float) -> Result:
-    """A step's joules."""
+    """Check the joules of a step."""
     given = {"work": 2.0, "rest": 0.5, "static": 30.0, "dynamic": 100.0}
     target = step_joules(frequency, **given)
     found = float(exercise.joules(frequency, **given))

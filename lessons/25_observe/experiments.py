@@ -19,7 +19,7 @@ from minidist.observe.rank_steps import RankSteps, read_rank_steps
 from minidist.observe.timeline import Timeline
 
 MIB = 1 << 20
-# seconds: of a rank's computation in a step, of a message
+# Seconds of a rank's computation in a step, and of a message.
 WORK = 0.1
 LINK = 0.004
 KINDS = (

@@ -26,10 +26,10 @@ from minidist.observe.diagnose.plain import (
 from minidist.observe.power_cap import best_frequency, frequency_under, step_joules, step_seconds
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "25")
-# watts of an invented processor
+# Watts of an invented processor.
 STATIC = 30.0
 DYNAMIC = 100.0
-# seconds of its step
+# Seconds of its step.
 COMPUTE = 0.8
 REST = 0.2
 

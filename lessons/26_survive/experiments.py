@@ -72,7 +72,7 @@ def on_ranks(
 
 
 def flip(file: Path, bit: int) -> None:
-    """Turn one bit of a file over: `bit` counts from its first."""
+    """Flip one bit of a file; `bit` counts from the file's first bit."""
     with file.open("r+b") as stream:
         stream.seek(bit // 8)
         byte = stream.read(1)[0]

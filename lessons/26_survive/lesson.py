@@ -194,7 +194,7 @@ def whole_state(folder: Path) -> dict[str, bytes]:
 
 
 def damaged(page: Page, folder: Path) -> None:
-    """Flip bits of every file, one at a time; and stop a save halfway."""
+    """Flip bits of every file, one at a time; then stop a save halfway."""
     page.heading("4  A bit flips, a save is torn")
     source = checkpoints(folder / "whole")[-1]
     chance = np.random.default_rng(26)

@@ -19,7 +19,7 @@ class StudentDraw:
     """Numbers that are drawn one after the other."""
 
     def __init__(self, *words: str) -> None:
-        # the lengths keep ("ab", "c") and ("a", "bc") apart
+        # With the lengths, ("ab", "c") and ("a", "bc") give different seeds.
         self._seed = "".join(f"{len(word)}:{word};" for word in words).encode()
         self._count = 0
 

@@ -27,7 +27,7 @@ TWISTS = ("little memory", "more ahead", "in pairs")
 
 @dataclass(frozen=True)
 class DrawnPipeline:
-    """What is drawn.
+    """One student's pipeline.
 
     Attributes: forward, backward: seconds per microbatch of each stage; kept: bytes that a stage
                 keeps of a microbatch from its forward to its backward; microbatches: an even

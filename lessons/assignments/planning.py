@@ -34,7 +34,7 @@ STATE = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class PlanningTask:
-    """What is drawn. Attributes: limit: GiB of a device's memory that a plan may use."""
+    """One student's task. Attributes: limit: GiB of a device's memory that a plan may use."""
 
     layers: int
     heads: int

@@ -32,7 +32,7 @@ ITEMSIZE = 8  # bytes of a float64
 
 @dataclass(frozen=True)
 class DrawnRing:
-    """What is drawn.
+    """One student's ring.
 
     Attributes: circle: the ranks in their order round the ring; forward: messages travel in this
                 order, else against it; owned: rank r has the finished chunk owned[r] after
@@ -202,9 +202,10 @@ def _chunk(asked: Any, rank: int, step: int, size: int, task: str) -> tuple[int,
 
 
 def _reduce_scatter(ring: DrawnRing, answer: ModuleType) -> Iterator[Result]:
-    """Let the chunks travel: the finished chunk of each rank has every rank's part once."""
+    """Check that the finished chunk of each rank has every rank's part once."""
     task = "reduce-scatter: whose parts each rank's own chunk has"
-    # parts[rank][chunk]: the ranks whose parts are in this rank's chunk; a rank twice is a mistake
+    # parts[rank][chunk]: the ranks whose parts are in this rank's chunk. A rank that is there
+    # twice is a mistake.
     parts = [[[rank] for _ in range(ring.size)] for rank in range(ring.size)]
     for step in range(ring.size - 1):
         sent = {}
@@ -234,7 +235,7 @@ def _reduce_scatter(ring: DrawnRing, answer: ModuleType) -> Iterator[Result]:
 
 
 def _all_gather(ring: DrawnRing, answer: ModuleType) -> Iterator[Result]:
-    """Let the finished chunks travel: a rank sends only what it has, and all have all."""
+    """Check that a rank sends only chunks that it has, and that all ranks have all chunks."""
     task = "all-gather: which finished chunks each rank has"
     has = [{ring.owned[rank]} for rank in range(ring.size)]
     for step in range(ring.size - 1):
@@ -359,7 +360,7 @@ def _all_reduce(ring: DrawnRing, answer: ModuleType) -> Iterator[Result]:
 
 
 def _messages(ring: DrawnRing, ranks: list[dict[str, Any]], elements: int) -> Iterator[Result]:
-    """Judge the messages of each rank: to whom, how many, how many bytes."""
+    """Check to whom each rank sends, how many messages, and how many bytes."""
     what = f"{elements} elements"
     steps = 2 * (ring.size - 1)
     for rank, found in enumerate(ranks):

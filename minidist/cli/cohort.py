@@ -43,8 +43,11 @@ class Handed:
 
 @dataclass(frozen=True)
 class HoleCount:
-    """How a cohort did in one test. Attributes: told: the first lines of output of those who do not
-    have it right, the most frequent first."""
+    """The results of a cohort in one test.
+
+    Attributes: told: the first lines of output of students who do not have the test right, the
+                most frequent first.
+    """
 
     part: str
     name: str
@@ -112,7 +115,7 @@ def student_of(file: Path) -> str:
 
 
 def best_of(handed: Sequence[Handed]) -> list[Handed]:
-    """Return one for each student and part: the one with the most points."""
+    """Return the results with the most points, one per student and part."""
     best: dict[tuple[str, str], Handed] = {}
     for one in handed:
         key = one.student, one.part
@@ -130,7 +133,7 @@ def points_of(handed: Sequence[Handed]) -> dict[str, dict[str, float]]:
 
 
 def count_tests(handed: Sequence[Handed]) -> Iterator[HoleCount]:
-    """Yield how many have each test right, part by part, in the order of the files."""
+    """Yield how many students have each test right, by part, in the order of the files."""
     tests: dict[tuple[str, str], list[HoleTest]] = {}
     for one in sorted(handed, key=lambda one: one.part):
         for test in one.results.tests:
@@ -138,7 +141,7 @@ def count_tests(handed: Sequence[Handed]) -> Iterator[HoleCount]:
     for (part, name), each in tests.items():
         wrong = [test for test in each if not is_right(test)]
         told = Counter(first_line(test.output) for test in wrong)
-        # equally frequent lines in the order of their letters, so that the table is always the same
+        # Equally frequent lines are sorted by their text, so that the table is always the same.
         ordered = sorted(told.items(), key=lambda line: (-line[1], line[0]))
         yield HoleCount(part, name, len(each) - len(wrong), len(each), tuple(ordered[:TOLD]))
 

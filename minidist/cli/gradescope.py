@@ -32,7 +32,7 @@ Text = Annotated[str, msgspec.Meta(max_length=1 << 20)]
 
 
 class HoleTest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One test: of ours, one hole. Attributes: as Gradescope names them."""
+    """One test of a results file: one hole of ours. Attributes: as Gradescope names them."""
 
     score: Finite | None = None
     max_score: NotNegative | None = None
@@ -101,7 +101,7 @@ def graded_and_written(
     tasks: Mapping[int, str],
     start: str,
 ) -> GradedApart:
-    """Grade a file apart, within --limit; write the marks if --gradescope asks for them.
+    """Grade a file in its own process, within --limit; write the marks if --gradescope asks.
 
     Args:    part: what is graded, "lesson 03". tasks: the task of each hole. start: the command
              that writes the file with holes.
