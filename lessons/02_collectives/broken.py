@@ -104,7 +104,7 @@ def deaf_barrier() -> None:
         broken_barrier(group)
         return f"left after {time.perf_counter() - begin:.1f} s"
 
-    print("  expected: each rank leaves after 0.2 s, when rank 0 has come; 3 messages from each")
+    print("  expected: rank 0 comes after 0.2 s, then all ranks leave; each rank sends 3 messages")
     for line in _each(late, size=8):
         print(line)
 
