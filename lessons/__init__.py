@@ -79,6 +79,12 @@ class Lesson:
         """Return the path of one of the five parts, e.g. `part("exercise.py")`."""
         return self.folder / name
 
+    def story(self, language: str = "en") -> Path:
+        """Return the path of the story in a language, "en" or "zh"; of one that is not in Chinese
+        yet, the English."""
+        chinese = self.part("README.zh.md")
+        return chinese if language == "zh" and chinese.is_file() else self.part("README.md")
+
     @property
     def after(self) -> list[str]:
         """Return the lessons that it builds on directly."""

@@ -72,16 +72,18 @@ class Result:
     holes: tuple[int, ...] = ()  # the holes with the mistake, if known
     picture: str = ""  # a wrong answer's run beside the right one, as lines of text
 
-    def line(self) -> str:
+    def line(self, say: Callable[[str], str] = str) -> str:
         """Return the result as one line: `bytes sent: 3.5 MiB, target 3.0 MiB: whole tensors: read
-        section 3 again`."""
+        section 3 again`. `say` tells the words between its parts in the reader's language."""
+        colon = say(": ")
         if self.passed:
-            return f"{self.task}: {self.measured} ok"
-        if self.mistake == NOT_FILLED:
+            return f"{self.task}{colon}{self.measured} ok"
+        if self.mistake in (NOT_FILLED, say(NOT_FILLED)):
             return f"{self.advice}; {self.measured}"
-        tail = ": ".join(part for part in (self.mistake, self.advice) if part)
-        blamed = f"{holes_text(self.holes)}: " if self.holes else ""
-        return f"{blamed}{self.task}: {self.measured}, target {self.target}: {tail}"
+        blamed = say(holes_text(self.holes)) if self.holes else ""
+        compared = f"{self.measured}, {say('target')} {self.target}"
+        parts = (blamed, self.task, compared, self.mistake, self.advice)
+        return colon.join(part for part in parts if part)
 
 
 class TaskFailed(MinidistError):
@@ -117,15 +119,17 @@ class Grade:
         """Return whether there was a task and every task passed."""
         return bool(self.results) and all(result.passed for result in self.results)
 
-    def summary(self) -> str:
-        """Return the state of the holes: `2 of 6 holes left: 3 (wrong), 5`; empty if nothing is
-        known of them."""
+    def summary(self, say: Callable[[str], str] = str) -> str:
+        """Return the state of the holes in the reader's language: `2 of 6 holes left: 3 (wrong), 5`;
+        empty if nothing is known of them."""
         left = [
-            f"{hole.number}{' (wrong)' * (hole.state == 'wrong')}"
+            f"{hole.number}{say(' (wrong)') if hole.state == 'wrong' else ''}"
             for hole in self.holes
             if hole.state != "right"
         ]
-        return f"{len(left)} of {len(self.holes)} holes left: {', '.join(left)}" if left else ""
+        return (
+            say(f"{len(left)} of {len(self.holes)} holes left: {', '.join(left)}") if left else ""
+        )
 
     def other_mistakes(self) -> list[Result]:
         """Return the mistakes of holes that the last result does not tell: without the holes of one
@@ -447,7 +451,7 @@ def _told(result: Result, blamed: tuple[int, ...], task: str) -> Result:
     """Return a mistake of hole `blamed`: as the check names it, unless the check's text is about
     other holes."""
     named = _suspected(result)
-    advice = _HOLES.sub("", result.advice).strip().rstrip(":")
+    advice = HOLES.sub("", result.advice).strip().rstrip(":")
     if named and not named & set(blamed):
         return replace(result, mistake="", advice=task, holes=blamed)
     return replace(result, advice=advice, holes=blamed)
@@ -455,11 +459,11 @@ def _told(result: Result, blamed: tuple[int, ...], task: str) -> Result:
 
 def _suspected(result: Result) -> set[int]:
     """Return the holes that the check suspects of a mistake."""
-    spans = re.findall(r"(\d+)(?: to (\d+))?", " ".join(_HOLES.findall(result.advice)))
+    spans = re.findall(r"(\d+)(?: to (\d+))?", " ".join(HOLES.findall(result.advice)))
     return {hole for first, last in spans for hole in range(int(first), int(last or first) + 1)}
 
 
-_HOLES = re.compile(r"[:,]? ?\(holes? [^)]*\)")
+HOLES = re.compile(r"[:,]? ?\(holes? [^)]*\)")
 """What a check says of the holes that it suspects."""
 
 

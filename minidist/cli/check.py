@@ -11,10 +11,12 @@ from rich.table import Column, Table
 from minidist import holes, lessons
 from minidist.cli import passed
 from minidist.cli.gradescope import add_grading_arguments, graded_and_written
+from minidist.cli.language import add_language_argument, language
 from minidist.console import write_json
 from minidist.files import check_writable
 from minidist.grading import Grade
 from minidist.lessons.page import page_console
+from minidist.lessons.phrases import Say, phrases_of, translated
 from minidist.reading import visible
 
 
@@ -28,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the grade as JSON")
     add_grading_arguments(parser)
+    add_language_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     lesson = lessons.find(args.lesson)
     check_writable("--json", args.json)
     file = Path(args.file) if args.file else lesson.part("exercise.py")
+    say = phrases_of(lesson).say if language(args) == "zh" else str
     template = ast.parse(lesson.part("exercise.py").read_text(encoding="utf-8"))
     result, printed = graded_and_written(
         args,
@@ -47,9 +51,10 @@ def run(args: argparse.Namespace) -> int:
         part=f"lesson {lesson.number}",
         tasks=holes.tasks(template),
         start=f"minidist lesson {lesson.number} --copy DIR",
+        say=say,
     )
     show_printed(printed)
-    show(result, f"Lesson {lesson.number} · {lesson.title}")
+    show(translated(result, say), f"Lesson {lesson.number} · {lesson.title}", say)
     if result.passed:
         passed.keep(lesson.number)
     elif result.holes:
@@ -67,15 +72,16 @@ def show_printed(printed: str) -> None:
         print(f"your code printed:\n{visible(printed, keep=chr(10)).rstrip()}\n")
 
 
-def show(result: Grade, title: str) -> None:
+def show(result: Grade, title: str, say: Say = str) -> None:
     """Print the grade as a table with this title.
 
-    Below it "passed", or the first mistake, the results of other holes, and what remains.
+    Below it "passed", or the first mistake, the results of other holes, and what remains. `say`
+    tells the words around the results in the reader's language.
     """
     console = page_console()
     table = Table(
         "",
-        *(Column(name, overflow="fold") for name in ("task", "target", "measured")),
+        *(Column(say(name), overflow="fold") for name in ("task", "target", "measured")),
         title=title,
         title_justify="left",
         header_style="bold cyan",
@@ -89,14 +95,14 @@ def show(result: Grade, title: str) -> None:
         )
     console.print(table)
     if result.passed:
-        console.print(f"passed: all {len(result.results)} tasks", style="bold green")
+        console.print(say(f"passed: all {len(result.results)} tasks"), style="bold green")
         return
     first = result.results[-1] if result.results else None
-    console.print("not yet", style="bold yellow", end=": ")
-    console.print(first.line() if first else "nothing was graded", markup=False)
+    console.print(say("not yet"), style="bold yellow", end=say(": "))
+    console.print(first.line(say) if first else say("nothing was graded"), markup=False)
     if first and first.picture:
         console.print(f"\n{first.picture}\n", markup=False, no_wrap=True, overflow="crop")
     for other in result.other_mistakes():
-        console.print(other.line(), markup=False)
+        console.print(other.line(say), markup=False)
     if any(hole.state != "open" for hole in result.holes):
-        console.print(result.summary(), markup=False)
+        console.print(result.summary(say), markup=False)

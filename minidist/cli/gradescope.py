@@ -23,6 +23,7 @@ from minidist.errors import ConfigError
 from minidist.files import as_utf8, check_writable
 from minidist.graded_apart import LIMIT, GradedApart, grade_apart
 from minidist.grading import Grade, Result, require_python
+from minidist.lessons.phrases import Say, translated
 from minidist.progress import progress
 from minidist.reading import Finite, NotNegative, converted, read_json, visible
 
@@ -100,11 +101,12 @@ def graded_and_written(
     part: str,
     tasks: Mapping[int, str],
     start: str,
+    say: Say = str,
 ) -> GradedApart:
     """Grade a file in its own process, within --limit; write the marks if --gradescope asks.
 
     Args:    part: what is graded, "lesson 03". tasks: the task of each hole. start: the command
-             that writes the file with holes.
+             that writes the file with holes. say: tells the marks in the reader's language.
     Raises:  ConfigError for bad options. A file that is missing or no Python text: with
              --gradescope it gets no points, else ConfigError.
     """
@@ -126,43 +128,50 @@ def graded_and_written(
     if args.gradescope:
         seconds = time.monotonic() - began
         points = 1.0 if args.points is None else args.points
-        results = results_of(found.grade, tasks, part=part, points=points, seconds=seconds)
+        results = results_of(found.grade, tasks, part=part, points=points, seconds=seconds, say=say)
         write_results(args.gradescope, results)
     return found
 
 
 def results_of(
-    grade: Grade, tasks: Mapping[int, str], *, part: str, points: float, seconds: float
+    grade: Grade,
+    tasks: Mapping[int, str],
+    *,
+    part: str,
+    points: float,
+    seconds: float,
+    say: Say = str,
 ) -> Results:
-    """Return the marks of a grade: `points` per right hole.
+    """Return the marks of a grade: `points` per right hole; `say` tells them.
 
     A passed grade has every hole right. A grade that names no holes has none right: the mistake
     lies outside of them, the file is not the student's work, or it ended before its check did.
     """
+    grade = translated(grade, say)
     states = {hole.number: hole for hole in grade.holes}
-    first = grade.results[-1].line() if grade.results else "nothing was graded"
+    first = grade.results[-1].line(say) if grade.results else say("nothing was graded")
     tests = []
     for number, task in tasks.items():
         hole = states.get(number)
         right = grade.passed or (hole is not None and hole.state == "right")
         if right:
-            told = "right"
+            told = say("right")
         elif hole is None:
             told = first
         else:
-            told = hole.result.line() if hole.result else "not filled yet"
+            told = hole.result.line(say) if hole.result else say("not filled yet")
         tests.append(
             HoleTest(
                 score=points if right else 0.0,
                 max_score=points,
                 status="passed" if right else "failed",
-                name=f"hole {number}: {task}",
+                name=f"{say(f'hole {number}')}{say(': ')}{say(task)}",
                 number=str(number),
                 output=_one_line(told),
                 visibility="visible",
             )
         )
-    passed = f"passed: all {len(tasks)} holes"
+    passed = say(f"passed: all {len(tasks)} holes")
     return Results(
         execution_time=round(seconds, 3),
         output=_one_line(passed if grade.passed else first),

@@ -16,6 +16,7 @@ from rich.table import Column, Table
 
 from minidist import lessons
 from minidist.cli import passed
+from minidist.cli.language import add_language_argument, language
 from minidist.cli.story import Story, fit_words, for_terminal
 from minidist.console import fail, folder_to_write, rank_count, require_memory, shown, write_json
 from minidist.files import DISK_FAILED, check_writable, whole
@@ -24,6 +25,7 @@ from minidist.holes import blank
 from minidist.lessons import Lesson
 from minidist.lessons.finding import find_places
 from minidist.lessons.page import page_console
+from minidist.lessons.phrases import phrases_of, with_tasks
 from minidist.progress import progress
 from minidist.reading import visible
 
@@ -68,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="write the table of lessons, or the run's tables, as JSON"
     )
+    add_language_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,14 +87,15 @@ def run(args: argparse.Namespace) -> int:
         return _find(args.lesson)
     lesson = lessons.find(args.lesson)
     if args.copy:
-        return _copy(lesson, Path(args.copy), is_blank=args.level == "blank")
+        return _copy(lesson, Path(args.copy), language(args), is_blank=args.level == "blank")
     if args.figure:
         return _figure(lesson, args.out)
     if args.broken:
         return _break(lesson, args.broken)
     if args.ranks is not None or args.json:
         return _run(lesson, args.ranks or 1, args.json)
-    page_console().print(Story(for_terminal(lesson, answers=args.answers)))
+    told = for_terminal(lesson, answers=args.answers, language=language(args))
+    page_console().print(Story(told))
     return 0
 
 
@@ -291,10 +295,12 @@ def _break(lesson: Lesson, name: str) -> int:
     return subprocess.call([sys.executable, str(lesson.part("lesson.py")), "--break", name])
 
 
-def _copy(lesson: Lesson, folder: Path, *, is_blank: bool) -> int:
-    """Copy the exercise to `folder`, or only the heads of its functions; an existing file is never
-    overwritten."""
+def _copy(lesson: Lesson, folder: Path, chosen: str, *, is_blank: bool) -> int:
+    """Copy the exercise to `folder`, with its tasks in the `chosen` language, or only the heads of
+    its functions; an existing file is never overwritten."""
     exercise = lesson.part("exercise.py").read_text(encoding="utf-8")
+    if chosen == "zh":
+        exercise = with_tasks(exercise, phrases_of(lesson).say)
     target = folder / f"exercise_{lesson.number}.py"
     name = write_new(target, blank(exercise) if is_blank else exercise)
     print(f"{name}: fill its holes, then: minidist check {lesson.number} {name}")

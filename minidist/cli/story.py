@@ -14,6 +14,12 @@ from minidist.lessons import Lesson
 from minidist.lessons.mermaid import as_text
 from minidist.lessons.page import NARROW, records
 
+WORDS = {
+    "en": ("Figure: ", "*(answers: minidist lesson {} --answers)*\n"),
+    "zh": ("图：", "*（答案：minidist lesson {} --answers）*\n"),
+}
+"""{language: what stands before a picture's title, and in place of hidden answers}."""
+
 
 class StoryTable(TableElement):
     """A table that breaks lines between words.
@@ -62,25 +68,26 @@ def fit_words(table: Table, rows: Sequence[Sequence[str]], width: int) -> bool:
     return left >= 0
 
 
-def for_terminal(lesson: Lesson, *, answers: bool) -> str:
-    """Return the lesson's README for a terminal: pictures become paths.
+def for_terminal(lesson: Lesson, *, answers: bool, language: str = "en") -> str:
+    """Return the lesson's story in a language for a terminal: pictures become paths.
 
     Hidden answers stay hidden unless `answers`.
     """
-    text = lesson.part("README.md").read_text(encoding="utf-8")
+    figure, hidden = WORDS[language]
+    text = lesson.story(language).read_text(encoding="utf-8")
     text = re.sub(
         r"^\|(.*)\|\n\|[-| ]+\|\n\|(.*)\|\n", _as_lines, text, count=1, flags=re.MULTILINE
     )
     text = re.sub(
-        r"!\[([^\]]*)\]\(([^)]*)\)", lambda m: f"*Figure: {m[1]}* `{lesson.folder / m[2]}`", text
+        r"!\[([^\]]*)\]\(([^)]*)\)", lambda m: f"*{figure}{m[1]}* `{lesson.folder / m[2]}`", text
     )
     text = re.sub(
         r"```mermaid\n(.*?)```", lambda m: f"```text\n{as_text(m[1])}\n```", text, flags=re.DOTALL
     )
     if answers:
         return re.sub(r"</?(details|summary)>", "", text)
-    hidden = f"*(answers: minidist lesson {lesson.number} --answers)*\n"
-    return re.sub(r"<details>.*?</details>\n?", hidden, text, flags=re.DOTALL)
+    told = hidden.format(lesson.number)
+    return re.sub(r"<details>.*?</details>\n?", told, text, flags=re.DOTALL)
 
 
 def _as_lines(head: re.Match[str]) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from minidist import lessons
 from minidist.grading import Grade, answer_key, grade, load_module
+from minidist.lessons import Lesson
+from minidist.lessons.phrases import phrases_of, translated
 
 
 def fill(source: str, answers: Mapping[int, str]) -> str:
@@ -25,8 +27,8 @@ def fill(source: str, answers: Mapping[int, str]) -> str:
             continue
         first = call.lineno - 1
         last = call.end_lineno - 1
-        before = lines[first][: call.col_offset]
-        after = lines[last][call.end_col_offset :]
+        before = lines[first].encode()[: call.col_offset].decode()
+        after = lines[last].encode()[call.end_col_offset :].decode()
         code = textwrap.dedent(answers[number]).strip()
         if not before.strip():  # the hole is a statement
             code = textwrap.indent(code, before).lstrip()
@@ -40,13 +42,28 @@ def holes(source: str) -> set[int]:
 
 
 def graded(number: str, answers: Mapping[int, str], folder: Path) -> Grade:
-    """The grade of lesson `number`'s exercise filled with `answers`."""
+    """The grade of lesson `number`'s exercise filled with `answers`; all that it says has Chinese."""
     lesson = lessons.find(number)
     file = folder / f"exercise_{number}.py"
     file.write_text(
         fill(lesson.part("exercise.py").read_text(encoding="utf-8"), answers), encoding="utf-8"
     )
-    return grade(number, lesson.part("check.py"), file)
+    found = grade(number, lesson.part("check.py"), file)
+    assert english_left(lesson, found) == []
+    return found
+
+
+def english_left(lesson: Lesson, grade: Grade) -> list[str]:
+    """What a grade still says in English, three words or more, to a student who reads Chinese; an
+    error's own text may follow an advice."""
+    if not lesson.part("zh.toml").is_file():
+        return []
+    told = list[str]()
+    for result in translated(grade, phrases_of(lesson).say).results:
+        is_error = result.mistake == "你的代码抛出了异常"
+        told += [result.task, result.target, result.measured, result.mistake]
+        told += [] if is_error else [result.advice.partition("；")[0]]
+    return [text for text in told if re.search("[a-z]{2,} [a-z]{2,} [a-z]{2,}", text)]
 
 
 def right(number: str) -> dict[int, str]:
