@@ -67,8 +67,8 @@ class PlainUnit:
 
 
 def plain_zero3(model, modules, new_optimizer, group, batches):
-    """Train by ZeRO-3, unit by unit and without prefetch; batches are global, the numbers are those
-    of N4:398."""
+    """Train by ZeRO-3, unit by unit, each gathered when its turn comes; batches are global, the
+    numbers are those of N4:398."""
     units = [PlainUnit(module, group) for module in modules]
     optimizer = new_optimizer(
         [piece for unit in units for piece in unit.flat.pieces(unit.shard, unit.mine)]

@@ -1,7 +1,7 @@
-"""The figures of lesson 17: a mesh with its links, what each axis sent, a step; and five axes'
-groups in colour.
+"""The figures of lesson 17: a mesh with its links; what each axis sent, and a step; the bytes
+between machines by the order of the axes; five axes' groups in colour.
 
-python lessons/17_hybrid/figure.py [--out DIR]      # figure.png, figure.mmd and mesh.png
+python lessons/17_hybrid/figure.py [--out DIR]      # figure, traffic, layouts, mesh .png; figure.mmd
 """
 
 from pathlib import Path
@@ -67,22 +67,41 @@ def five_axes(world: Group) -> dict[str, list[int]]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """Draw figure.png, figure.mmd and mesh.png from what was recorded."""
+    """Draw the four pictures and figure.mmd from what was recorded."""
     figure = look.new_figure(
-        13.5,
-        10.2,
-        "Eight ranks, three axes: which ranks talk, how much, and when",
-        f"dp=2, pp=2, tp=2. Above: one step of a GPT, {lab.CONFIG.layers} blocks of width "
-        f"{lab.CONFIG.width}, {lab.SEQUENCES * lab.CONFIG.context} tokens, from every message's "
-        "two ends. Below: stages that sleep; steps as in N0:454.",
+        7.0,
+        5.0,
+        "Eight ranks on three axes",
+        "dp=2, pp=2, tp=2. An edge is a pair of ranks that sent messages in a step.",
     )
-    _cube(figure.add_axes((0.02, 0.51, 0.31, 0.33)), recorded["links"])
-    _axes(figure.add_axes((0.405, 0.56, 0.23, 0.28)), recorded["links"])
-    _layouts(figure.add_axes((0.765, 0.56, 0.22, 0.28)), recorded["crossings"])
-    _timeline(figure.add_axes((0.125, 0.09, 0.86, 0.33)), recorded["timelines"])
+    _cube(figure.add_axes((0.03, 0.02, 0.94, 0.8)), recorded["links"])
     look.save(figure, folder)
+    _draw_traffic(recorded, folder)
+    figure = look.new_figure(
+        9.0,
+        4.6,
+        "From machine to machine, by the order of the axes",
+        "dp=2, pp=2, tp=2 on machines of two ranks; one step, all ranks.",
+    )
+    _layouts(figure.add_axes((0.17, 0.14, 0.79, 0.6)), recorded["crossings"])
+    look.save(figure, folder, "layouts.png")
     look.save_mermaid(mermaid(recorded["links"]), folder)
     _draw_five(recorded["five"], folder)
+
+
+def _draw_traffic(recorded: dict[str, Any], folder: Path) -> None:
+    """Draw traffic.png: the bytes by axis, and a step over time."""
+    figure = look.new_figure(
+        13.5,
+        8.0,
+        "What travels on each axis, and when",
+        f"dp=2, pp=2, tp=2. Above: one step of a GPT, {lab.CONFIG.layers} blocks of width "
+        f"{lab.CONFIG.width}, {lab.SEQUENCES * lab.CONFIG.context} tokens, float64. Below: stages "
+        "that sleep instead of computing; numbers as in the code of section 1.",
+    )
+    _axes(figure.add_axes((0.125, 0.66, 0.86, 0.17)), recorded["links"])
+    _timeline(figure.add_axes((0.125, 0.08, 0.86, 0.43)), recorded["timelines"])
+    look.save(figure, folder, "traffic.png")
 
 
 def _between(links: list[dict[str, Any]]) -> dict[tuple[str, int, int], int]:
@@ -97,8 +116,7 @@ def _between(links: list[dict[str, Any]]) -> dict[tuple[str, int, int], int]:
 
 
 def _cube(ax: Any, links: list[dict[str, Any]]) -> None:
-    """Draw the ranks as corners of a cube; an edge for each pair that sent something, its width by
-    the bytes."""
+    """Draw the ranks as corners of a cube, and an edge for each pair that sent something."""
     look.bare(ax)
     corners = []
     for rank in range(RANKS):
@@ -109,16 +127,14 @@ def _cube(ax: Any, links: list[dict[str, Any]]) -> None:
                 for side in (0, 1)
             ]
         )
-    total = _between(links)
-    most = max(total.values())
-    for (axis, low, high), nbytes in sorted(total.items(), key=lambda item: -item[1]):
+    for axis, low, high in sorted(_between(links)):
         (x0, y0) = corners[low]
         (x1, y1) = corners[high]
         ax.plot(
             [x0, x1],
             [y0, y1],
             color=COLORS[axis],
-            linewidth=1.5 + 9 * nbytes / most,
+            linewidth=5,
             zorder=1,
             solid_capstyle="butt",
             alpha=0.9,
@@ -155,42 +171,41 @@ def _cube(ax: Any, links: list[dict[str, Any]]) -> None:
         ax.text(
             (x0 + x1) / 2 + shift[0],
             (y0 + y1) / 2 + shift[1],
-            f"{axis}\n{size_text(total[axis, low, high])}",
+            axis,
             ha=side,
             va="center",
-            fontsize=10.5,
+            fontsize=13,
             color=COLORS[axis],
             fontweight="bold",
         )
-    ax.set_xlim(-1.05, 3.1)
-    ax.set_ylim(-1.95, 0.95)
-    look.caption(ax, "The mesh: each edge a pair that talked")
+    ax.set_xlim(-1.0, 3.2)
+    ax.set_ylim(-1.75, 0.9)
 
 
 def _axes(ax: Any, links: list[dict[str, Any]]) -> None:
     """Draw the bytes of all ranks by axis, the formula as a mark, and how often a rank made a
     call."""
-    look.quiet(ax, grid="y")
+    look.quiet(ax, grid="x")
     sent = dict.fromkeys(SHAPE, 0)
     for (axis, _, _), nbytes in _between(links).items():
         sent[axis] += nbytes
     target = lab.formula(lab.plan_of(SHAPE))
     for place, axis in enumerate(SHAPE):
-        ax.bar(place, sent[axis] / 1024, 0.6, color=COLORS[axis])
-        ax.plot(place, target[axis] / 1024, "_", color=look.INK, markersize=58, markeredgewidth=2)
+        ax.barh(place, sent[axis] / 1024, 0.62, color=COLORS[axis])
+        ax.plot(target[axis] / 1024, place, "|", color=look.INK, markersize=26, markeredgewidth=2)
         often = max(rank["calls"][axis] for rank in links)
         ax.text(
+            sent[axis] / 1024 + 12,
             place,
-            sent[axis] / 1024 + 25,
-            f"{size_text(sent[axis])}\n{often} calls a rank",
-            ha="center",
+            f"{size_text(sent[axis])}, {often} calls a rank",
+            va="center_baseline",
             fontsize=10,
             color=look.INK,
         )
-    ax.set_xticks(range(3), list(SHAPE), fontsize=11)
-    ax.set_xlim(-0.65, 2.65)
-    ax.set_ylim(0, 1.25 * max(sent.values()) / 1024)
-    ax.set_ylabel("KiB, all ranks", fontsize=10, color=look.SOFT)
+    ax.set_yticks(range(3), list(SHAPE), fontsize=11)
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.2 * max(sent.values()) / 1024)
+    ax.set_xlabel("KiB, all ranks", fontsize=10, color=look.SOFT)
     look.caption(ax, "Sent in a step (marks: formula)")
 
 
@@ -206,8 +221,17 @@ def _layouts(ax: Any, crossings: list[Any]) -> None:
         range(len(crossings)), [" × ".join(order) for order, _ in crossings], fontsize=10.5
     )
     ax.invert_yaxis()
-    ax.set_xlabel("KiB; machines of two ranks", fontsize=10, color=look.SOFT)
-    look.caption(ax, "From machine to machine,\nby the order of the axes")
+    ax.set_xlabel("KiB", fontsize=10, color=look.SOFT)
+    ax.legend(
+        [look.patch(COLORS[axis]) for axis in SHAPE],
+        list(SHAPE),
+        frameon=False,
+        fontsize=10,
+        ncols=3,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+    )
+    look.caption(ax, "outermost × … × innermost")
 
 
 def _timeline(ax: Any, timelines: list[Timeline]) -> None:

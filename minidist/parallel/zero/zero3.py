@@ -107,8 +107,8 @@ def plain_zero3(
     group: Group,
     batches: Iterable[Batch],
 ) -> None:
-    """Train by ZeRO-3, unit by unit and without prefetch; batches are global, the numbers are those
-    of N4:398."""
+    """Train by ZeRO-3, unit by unit, each gathered when its turn comes; batches are global, the
+    numbers are those of N4:398."""
     units = [PlainUnit(module, group) for module in modules]
     optimizer = new_optimizer(
         [piece for unit in units for piece in unit.flat.pieces(unit.shard, unit.mine)]
@@ -117,7 +117,7 @@ def plain_zero3(
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
         # the hooks run in here
         model.loss(part.inputs, part.targets, divisor=targets.size).backward()
-        optimizer.step()  # and no all-gather at the end
+        optimizer.step()  # of this rank's chunk of every unit
     for unit in units:  # whole once more, to be looked at
         unit.gather()
 
