@@ -111,7 +111,7 @@ def record_step(
 
 
 def data_path(group: Group) -> list[dict[str, Any]]:
-    """Return on rank 0 a recorded step by the steps of N0:161, one dict per rank; [] elsewhere.
+    """Return on rank 0 a recorded step by the steps of N0:403, one dict per rank; [] elsewhere.
 
     Each has bytes: `came` of the model from others before the step, `model`, `read` of its part of
     the batch, `gradients`, and `sent` in the step's all-reduces to the ranks `to`, in `messages`

@@ -143,7 +143,7 @@ def six_steps(timelines: list[Timeline], page: Page) -> None:
 
 
 def data_path(ranks: list[dict[str, Any]], page: Page) -> None:
-    """Show the picture of N0:148 from a recorded step; its columns are the steps of N0:161, in the
+    """Show the picture of N0:148 from a recorded step; its columns are the steps of N0:403, in the
     picture's order."""
     if not ranks:
         return
@@ -161,7 +161,7 @@ def data_path(ranks: list[dict[str, Any]], page: Page) -> None:
         )
     page.table(
         "The way of the data (N0:148), as recorded in one step",
-        ["", "2: data", "1: model", "3: gradients", "4: ring all-reduce"],
+        ["", "2: data", "1: model", "4: gradients", "5: ring all-reduce"],
         rows,
         note="the rows are made here and not read; each rank draws its own model; only "
         "gradients travel, to one neighbour",

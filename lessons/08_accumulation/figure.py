@@ -1,7 +1,7 @@
-"""The figure of lesson 08: memory over time for 1, 2 and 4 passes, as recorded; and what each
+"""Draw the figures of lesson 08: memory over time for 1, 2 and 4 passes, as recorded; and what each
 strategy sends.
 
-python lessons/08_accumulation/figure.py [--out DIR]      # figure.png
+python lessons/08_accumulation/figure.py [--out DIR]      # figure.png and traffic.png
 """
 
 from pathlib import Path
@@ -23,27 +23,33 @@ STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """Draw figure.png from the recorded account and ledger."""
+    """Draw figure.png from the recorded account, and traffic.png from the ledger."""
     config = passing.CONFIG
     figure = look.new_figure(
-        13.5,
-        6.6,
+        11.0,
+        6.2,
         "One batch in 1, 2 and 4 passes, as recorded",
-        f"Left: what is alive during a step, asked at every module and gradient; GPT of "
-        f"{config.layers} layers, width {config.width}, {passing.ROWS} × {config.context} tokens; "
-        f"titles: activations. Right: what {recorded['size']} ranks send.",
+        f"What is alive during a step, noted at every module and gradient. GPT of {config.layers} "
+        f"layers, width {config.width}, {passing.ROWS} × {config.context} tokens.",
     )
     top = max(entry["total"] for run in recorded["memory"].values() for entry in run) / 2**20
     for index, passes in enumerate(PASSES):
         _mountain(
-            figure.add_axes((0.06 + 0.195 * index, 0.13, 0.18, 0.62)),
+            figure.add_axes((0.075 + 0.31 * index, 0.08, 0.28, 0.65)),
             passes,
             recorded["memory"][passes],
             top,
             first=not index,
         )
-    _traffic(figure.add_axes((0.71, 0.13, 0.27, 0.62)), recorded["traffic"], recorded["size"])
     look.save(figure, folder)
+    figure = look.new_figure(
+        9.0,
+        5.4,
+        "What each strategy sends in A passes",
+        f"One step on {recorded['size']} ranks, all ranks together, counted by the ledger.",
+    )
+    _traffic(figure.add_axes((0.09, 0.09, 0.88, 0.68)), recorded["traffic"], recorded["size"])
+    look.save(figure, folder, "traffic.png")
 
 
 def _mountain(
@@ -68,7 +74,7 @@ def _mountain(
         color=look.SOFT,
     )
     peak = max(float(value) for value in heights[-1])
-    look.caption(ax, f"{passes} pass{'es' * (passes > 1)}: up to {peak:.1f} MiB")
+    look.caption(ax, f"{passes} pass{'es' * (passes > 1)}: activations ≤ {peak:.1f} MiB")
     if first:
         ax.set_ylabel("MiB alive", fontsize=10.5, color=look.SOFT)
         ax.legend(
@@ -106,7 +112,6 @@ def _traffic(ax: Any, runs: list[dict[str, Any]], size: int) -> None:
         labelcolor=look.INK,
         loc="upper left",
     )
-    look.caption(ax, "Which strategy reduces when")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def plain_model_parallel(layers, group, inputs, targets, divisor):
 
 
 def bytes_sent(ranks, sequences, tokens, width, itemsize):
-    """Return the bytes that all ranks together send in a step."""
+    """Return the bytes of activations and their gradients that all ranks together send in a step (no
+    tied table)."""
     return hole(6, "how many cuts, how often each, how large (section 4)")
 
 
