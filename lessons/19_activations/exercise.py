@@ -3,7 +3,13 @@
 
 Copy this file (`minidist lesson 19 --copy DIR`), replace each `hole(...)` by your own code, and
 grade it: `minidist check 19 DIR/exercise_19.py`. A block may be a segment of several layers: only
-its input is kept.
+its input is kept. What you may use:
+
+    no_grad()                            for `with`: ops inside record nothing
+    tensor(array, requires_grad=True)    a Tensor without a past, the start of a tape; its gradient
+                                         is wanted
+    x.data, x.grad                       a Tensor's array; its gradient, an array, after backward
+    np.floor(x)                          the whole number below each number of x
 """
 
 import numpy as np
