@@ -268,9 +268,9 @@ def _positions(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
-    """Check how many blocks are sent against the library's ring, as its ledger counts them."""
+    """Check how many arrays are sent against the library's ring, as its ledger counts them."""
     length = 4 * ranks
-    block = 8 * 4 * 4
+    array = 8 * 4 * 4
 
     def job(group: Group) -> tuple[int, int]:
         own = zigzag(length, group.rank, ranks)
@@ -280,18 +280,18 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
         y = ring_attention(q, k, v, group=group, length=length)
         forward = group.ledger.sent_bytes()["world"]["exchange"]
         y.backward(np.ones(y.shape))
-        return forward // block, (group.ledger.sent_bytes()["world"]["exchange"] - forward) // block
+        return forward // array, (group.ledger.sent_bytes()["world"]["exchange"] - forward) // array
 
     target = md.run(job, size=ranks)[0]
-    forward, backward = exercise.blocks_sent(ranks)
+    forward, backward = exercise.arrays_sent(ranks)
     yield expect(
-        f"blocks sent forward, {plural(ranks, 'rank')}",
+        f"arrays sent forward, {plural(ranks, 'rank')}",
         target[0],
         forward,
         "another number",
         "section 4 (hole 8)",
         known={
-            "a rank has its own piece already: one hop less": 2 * ranks,
+            "a rank has its own piece already: one send less": 2 * ranks,
             "keys and values are two": ranks - 1,
             "keys and values are two, and a rank has its own piece already": ranks,
             "that is forward and backward": 4 * (ranks - 1),
@@ -299,17 +299,17 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
         },
     )
     yield expect(
-        f"blocks sent backward, {plural(ranks, 'rank')}",
+        f"arrays sent backward, {plural(ranks, 'rank')}",
         target[1],
         backward,
         "another number",
         "section 4 (hole 9)",
         known={
             "keys and values must go round again: no rank kept them": 2 * ranks,
-            "the gradients have one hop more: home": 4 * (ranks - 1),
+            "the gradients are sent once more: home": 4 * (ranks - 1),
             "that is forward's": 2 * (ranks - 1),
-            "keys and values stop one hop earlier": 4 * ranks,
-            "keys and values are two, each stops one hop earlier": 4 * ranks - 1,
+            "keys and values are sent once less": 4 * ranks,
+            "keys and values are two, each is sent once less": 4 * ranks - 1,
             "their gradients are two, like keys and values": 3 * ranks - 2,
         },
     )

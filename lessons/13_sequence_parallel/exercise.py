@@ -64,10 +64,10 @@ def positions_for_rotary(length, rank, ranks):
     )
 
 
-def blocks_sent(ranks):
-    """Return how much a rank sends for attention (forward, backward), in blocks of its own tokens'
-    keys, or values: section 4.1."""
-    forward = hole(8, "keys and values: how many hops?", ranks)
+def arrays_sent(ranks):
+    """Return how many arrays a rank sends for attention (forward, backward); the keys of one rank's
+    tokens are one array, their values another: section 4.1."""
+    forward = hole(8, "keys and values: how often is each sent?", ranks)
     backward = hole(
         9, "the same again, and their gradients, which must also return to their rank", ranks
     )

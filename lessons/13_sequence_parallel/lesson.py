@@ -196,7 +196,7 @@ def hops(group: Group, page: Page) -> None:
     )
     page.say(
         f"    {len(walked['messages'])} messages recorded, {group.size} ranks × {group.size - 1} "
-        "hops, each of keys and values"
+        "sends, each of keys and values"
     )
 
 

@@ -54,13 +54,13 @@ WRONG = {
     },
     "numbers of blocks, not positions": {7: "blocks_of(rank, ranks)"},
     "that is of all ranks, not of one": {8: "2 * ranks * (ranks - 1)"},
-    "each stops one hop earlier": {9: "4 * ranks - 1"},
+    "each is sent once less": {9: "4 * ranks - 1"},
     "their gradients are two": {9: "3 * ranks - 2"},
     "that is forward and backward": {8: "4 * (ranks - 1)"},
-    "one hop less": {8: "2 * ranks"},
+    "one send less": {8: "2 * ranks"},
     "keys and values are two": {8: "ranks - 1"},
     "no rank kept them": {9: "2 * ranks"},
-    "the gradients have one hop more": {9: "4 * (ranks - 1)"},
+    "the gradients are sent once more": {9: "4 * (ranks - 1)"},
 }
 
 
