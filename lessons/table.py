@@ -89,11 +89,21 @@ def words(_: list[Lesson]) -> list[str]:
 def links_to_notes(lesson: Lesson) -> list[str]:
     """Return the line of a story that links its sections in NOTES.md, those it teaches first, and
     its Chinese twin."""
+    chinese = " [中文](README.zh.md)" * lesson.part("README.zh.md").is_file()
+    return [f"In the notes: {', '.join(_places(lesson, 'NOTES.md'))}.{chinese}"]
+
+
+def links_in_chinese(lesson: Lesson) -> list[str]:
+    """Return the same line of the story's Chinese twin."""
+    notes = "NOTES.zh.md" if (lessons.FOLDER / "NOTES.zh.md").is_file() else "NOTES.md"
+    return [f"笔记中的位置：{'、'.join(_places(lesson, notes))}。[English](README.md)"]
+
+
+def _places(lesson: Lesson, notes: str) -> list[str]:
+    """Return links to a lesson's sections in NOTES.md or its twin, those it teaches first."""
     held = [place for place in sections() if lesson.number in place.lessons]
     held.sort(key=lambda place: place.lessons.index(lesson.number) > 0)
-    links = [f"[{place.where}](../NOTES.md#{place.anchor})" for place in held]
-    chinese = " [中文](README.zh.md)" * lesson.part("README.zh.md").is_file()
-    return [f"In the notes: {', '.join(links)}.{chinese}"]
+    return [f"[{place.where}](../{notes}#{place.anchor})" for place in held]
 
 
 TABLES = {
@@ -116,7 +126,10 @@ def main() -> None:
     """Write the table of each document and the links of each story again."""
     there = lessons.every_lesson()
     parts = {document: table(there) for document, table in TABLES.items()}
-    parts |= {lesson.part("README.md"): links_to_notes(lesson) for lesson in there}
+    for lesson in there:
+        parts[lesson.part("README.md")] = links_to_notes(lesson)
+        if (chinese := lesson.part("README.zh.md")).is_file():
+            parts[chinese] = links_in_chinese(lesson)
     for document, part in parts.items():
         fresh = renewed(document.read_text(encoding="utf-8"), part)
         with whole(document) as draft:

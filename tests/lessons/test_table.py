@@ -9,7 +9,15 @@ import pytest
 from minidist import holes, lessons
 from minidist.lessons import Lesson
 from minidist.lessons.finding import sections
-from minidist.lessons.table import ROOT, SET_IN, TABLES, WEEKS, links_to_notes, renewed
+from minidist.lessons.table import (
+    ROOT,
+    SET_IN,
+    TABLES,
+    WEEKS,
+    links_in_chinese,
+    links_to_notes,
+    renewed,
+)
 
 LESSONS = lessons.every_lesson()
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
@@ -90,6 +98,9 @@ def test_a_story_links_its_sections_of_the_notes_which_link_it(lesson: Lesson) -
     text = lesson.part("README.md").read_text(encoding="utf-8")
     index = (lessons.FOLDER / "NOTES.md").read_text(encoding="utf-8")
     assert renewed(text, links_to_notes(lesson)) == text, "run `python -m minidist.lessons.table`"
+    if (twin := lesson.part("README.zh.md")).is_file():
+        text = twin.read_text(encoding="utf-8")
+        assert renewed(text, links_in_chinese(lesson)) == text
     links = re.findall(r"\]\(\.\./NOTES\.md#(n\d-\d+)\)", text)
     assert len(links) == sum(lesson.number in place.lessons for place in sections()) > 0
     for link in links:
