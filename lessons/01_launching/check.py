@@ -12,6 +12,8 @@ from minidist.launch import detect
 NODES = 2
 PER_NODE = 4
 JOBS = ((NODES, PER_NODE), (3, 2))  # machines, processes of each
+# CUDA_VISIBLE_DEVICES: a card for each rank of a machine, one for all, three for four ranks
+VISIBLE = ("13,5,12,4", "6", "13,5,12")
 # The variable of each field of Identity.
 NAMES = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "node_rank": "NODE_RANK"}
 
@@ -87,7 +89,7 @@ ANSWERS = {
     4: 'int(environ["PMI_SIZE"])',
     5: 'int(environ["SLURM_LOCALID"])',
     6: "range(identity.rank, length, identity.size)",
-    7: 'int(visible.split(",")[identity.local_rank])',
+    7: 'int(visible.split(",")[identity.local_rank % len(visible.split(","))])',
 }
 """The right code of the holes beyond the plain version."""
 
@@ -100,7 +102,8 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
             yield _identities(launcher, nodes, ranks, mine)
     yield _alone(exercise.identify({"HOME": "/home/student"}))
     yield _samples(exercise)
-    yield _devices(exercise)
+    for visible in VISIBLE:
+        yield _devices(exercise, visible)
 
 
 def _identities(
@@ -256,47 +259,70 @@ def _samples(exercise: ModuleType) -> Result:
     )
 
 
-def _devices(exercise: ModuleType) -> Result:
-    """Check that LOCAL_RANK counts inside CUDA_VISIBLE_DEVICES."""
-    visible = "13,5,12,4"
+def _devices(exercise: ModuleType, visible: str) -> Result:
+    """Check that LOCAL_RANK counts inside CUDA_VISIBLE_DEVICES, and starts again at its front."""
+    cards = visible.split(",")
     task = f'CUDA_VISIBLE_DEVICES="{visible}"'
     size = NODES * PER_NODE
     for rank in range(size):
-        target = int(visible.split(",")[rank % PER_NODE])
+        local_rank = rank % PER_NODE
+        target = _entry(cards, local_rank)
+        measured = None
+        told = "none: no such entry"
         try:
             measured = exercise.my_device(
-                exercise.Identity(rank, size, rank % PER_NODE, rank // PER_NODE), visible
+                exercise.Identity(rank, size, local_rank, rank // PER_NODE), visible
             )
+            told = repr(measured)
         except IndexError:
-            measured = "none: no such entry"
-        if str(measured) != str(target):
+            pass
+        if measured != target:
             return judge(
                 task,
                 False,
                 f"rank {rank} on GPU {target}",
-                f"rank {rank} on GPU {measured}",
+                f"rank {rank} on GPU {told}",
                 "wrong device",
                 "LOCAL_RANK is a place in the visible list: read section 4 again",
-                signs={
-                    "one too far": str(measured)
-                    == visible.split(",")[(rank % PER_NODE + 1) % PER_NODE],
-                    "the list was sorted": str(measured)
-                    in (
-                        str(sorted(map(int, visible.split(",")))[rank % PER_NODE]),
-                        sorted(visible.split(","))[rank % PER_NODE],
-                    ),
-                    "the rank in the whole job": Mistake(
-                        str(measured).startswith("none") and rank >= PER_NODE,
-                        "each machine has a list of its own, with four entries: count in it with the "
-                        "rank on this machine: read section 4 again",
-                    ),
-                    "device 0 .. 3 although others are visible": str(measured)
-                    == str(rank % PER_NODE),
-                },
+                signs=_device_signs(measured, cards, rank),
             )
-    return Result(
-        task, True, "four GPUs on each machine, one a rank", "four GPUs on each machine, one a rank"
-    )
+    right = f"every rank on its card, of {len(cards)} in the list"
+    return Result(task, True, right, right)
+
+
+def _entry(cards: list[str], place: int) -> int:
+    """Return the entry at a place that may lie past the end of the list."""
+    return int(cards[place % len(cards)])
+
+
+def _device_signs(measured: Any, cards: list[str], rank: int) -> Signs:
+    """Return what names a wrong device of a rank; None: the list has no such entry."""
+    local_rank = rank % PER_NODE
+    enough = len(cards) == PER_NODE
+    return {
+        "text for a number": Mistake(
+            isinstance(measured, str), "an entry of the list is a text: make an integer of it"
+        ),
+        "one too far": enough and measured == _entry(cards, local_rank + 1),
+        "the list was sorted": enough
+        and measured in (sorted(map(int, cards))[local_rank], int(sorted(cards)[local_rank])),
+        "the rank in the whole job": Mistake(
+            rank >= PER_NODE and (enough and measured is None or _entry(cards, rank) == measured),
+            "each machine has a list of its own: count in it with the rank on this machine: read "
+            "section 4 again",
+        ),
+        "past the end of the list": Mistake(
+            measured is None and not enough,
+            f"place {local_rank} of a list of {len(cards)}: start again at its front: read section "
+            "4 again (hole 7)",
+        ),
+        "stays at the end of the list": Mistake(
+            local_rank >= len(cards) and measured == int(cards[-1]),
+            f"place {local_rank} of a list of {len(cards)}: start again at its front: read section "
+            "4 again (hole 7)",
+        ),
+        "device 0 .. 3 although others are visible": measured == local_rank,
+    }
 
 
 if __name__ == "__main__":

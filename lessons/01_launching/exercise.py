@@ -71,6 +71,9 @@ def my_samples(identity, length):
 
 
 def my_device(identity, visible):
-    """Return the GPU that this rank uses, by the driver's number; `visible` is
-    CUDA_VISIBLE_DEVICES, e.g. "4,5,6,7"."""
-    return hole(7, "which entry of the list is this rank's? (section 4)")
+    """Return the number of the card that this rank uses, an integer.
+
+    Args:    visible: CUDA_VISIBLE_DEVICES, a text such as "4,5,6,7"; it may have fewer entries than
+             the machine has ranks.
+    """
+    return hole(7, "the card at this rank's place in the list (section 4)")

@@ -1,7 +1,7 @@
-"""The figure of lesson 02: twelve collectives on four ranks, each message of a run, on a clock of
+"""The figures of lesson 02: twelve collectives on four ranks, each message of a run, on a clock of
 α.
 
-python lessons/02_collectives/figure.py [--out DIR]      # figure.png
+python lessons/02_collectives/figure.py [--out DIR]      # figure.png, more.png
 """
 
 from pathlib import Path
@@ -27,24 +27,35 @@ def record(group: Group) -> list[dict[str, Any]]:
 
 
 def draw(panels: list[dict[str, Any]], folder: Path) -> None:
-    """Draw figure.png from what was recorded."""
+    """Draw figure.png and more.png from what was recorded."""
+    _draw_panels(
+        panels[:COLUMNS], "Four all-reduces on four ranks: every message", folder, "figure.png"
+    )
+    _draw_panels(
+        panels[COLUMNS:], "Eight more collectives on four ranks: every message", folder, "more.png"
+    )
+
+
+def _draw_panels(panels: list[dict[str, Any]], title: str, folder: Path, name: str) -> None:
+    """Draw one picture: a panel per call, in rows of COLUMNS."""
+    longest = max(map(_end, panels))
+    tall = 2.85 * (longest + 0.6) / 6.6  # inches of a panel: one scale in both pictures
+    step = tall + 1.25
     rows = -(-len(panels) // COLUMNS)
+    total = step * rows + 1.2
     figure = look.new_figure(
         14.0,
-        4.1 * rows + 1.2,
-        "The collectives on four ranks: every message of twelve recorded calls",
-        "Ranks stand side by side, time runs downwards on a clock on which only messages take "
-        "time: α each. An arrow is a message, in its sender's colour, the thicker the longer.",
+        total,
+        title,
+        "As recorded, on a clock on which only messages take time: α each; time runs downwards. "
+        "An arrow is a message, in its sender's colour, the thicker the longer.",
     )
-    height = 1 / (4.1 * rows + 1.2)
-    longest = max(map(_end, panels))
     for place, panel in enumerate(panels):
         row, column = divmod(place, COLUMNS)
-        ax = figure.add_axes(
-            (0.045 + 0.242 * column, 1 - (1.75 + 4.1 * row + 2.85) * height, 0.2, 2.85 * height)
-        )
+        bottom = 1 - (1.75 + step * row + tall) / total
+        ax = figure.add_axes((0.045 + 0.242 * column, bottom, 0.2, tall / total))
         _space_time(ax, panel, longest, first=column == 0)
-    look.save(figure, folder)
+    look.save(figure, folder, name)
 
 
 def _end(panel: dict[str, Any]) -> float:
@@ -101,8 +112,15 @@ def _space_time(ax: Any, panel: dict[str, Any], longest: float, *, first: bool) 
     ax.set_ylim(longest + 0.25, -0.35)
     if first:
         ax.set_ylabel("time, α", color=look.SOFT, fontsize=10)
-    ax.text(
-        0.0, -0.045, _count(panel), transform=ax.transAxes, fontsize=10, color=look.SOFT, va="top"
+    ax.annotate(
+        _count(panel),
+        (0.0, 0.0),
+        (0.0, -8.0),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=10,
+        color=look.SOFT,
+        va="top",
     )
 
 
@@ -114,7 +132,8 @@ def _count(panel: dict[str, Any]) -> str:
         sum(message["part"] for message in messages if message["src"] == rank)
         for rank in range(RANKS)
     ]
-    lengths = sorted({fraction(message["part"]) for message in messages}, key=len)
+    parts = sorted((message["part"] for message in messages), reverse=True)
+    lengths = list(dict.fromkeys(map(fraction, parts)))
     carried = (
         f"{sum(sent):.3g} n in all, busiest rank {max(sent):.3g} n"
         if max(sent)

@@ -24,6 +24,19 @@ WRONG = {
     "samples lost or doubled": {6: "range(identity.local_rank, length, identity.size)"},
     "the list was sorted": {7: 'int(sorted(visible.split(","))[identity.local_rank])'},
     "device 0 .. 3 although others are visible": {7: "identity.local_rank"},
+    "past the end of the list": {7: 'int(visible.split(",")[identity.local_rank])'},
+    "place 1 of a list of 1": {7: 'int(visible.split(",")[identity.local_rank])'},
+    "the rank in the whole job": {7: 'int(visible.split(",")[identity.rank])'},
+    "wrong device": {7: "int(visible[0])"},
+    "count in it with the rank on this machine": {
+        7: 'int(visible.split(",")[identity.rank % len(visible.split(","))])'
+    },
+    "stays at the end of the list": {
+        7: 'int(visible.split(",")[min(identity.local_rank, len(visible.split(",")) - 1)])'
+    },
+    "an entry of the list is a text": {
+        7: 'visible.split(",")[identity.local_rank % len(visible.split(","))]'
+    },
 }
 
 

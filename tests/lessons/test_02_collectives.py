@@ -37,12 +37,13 @@ WRONG = {
 
 
 def test_what_pairwise_and_bruck_wait_for_on_64_ranks() -> None:
-    """Quiz 5's answer, by the formulas that lesson and ledgers are compared with."""
+    """What the fold on more algorithms says, by the formulas that lesson and ledgers are compared
+    with."""
     pairwise, bruck = (volume.FORMULAS["all_to_all", way] for way in ("pairwise", "bruck"))
     assert (pairwise.steps, bruck.steps) == ("1", "ceil(log2 P)")
-    answer = " ".join(STORY[STORY.index("5. Bruck's") :].split())
-    assert "The library's waits for one, because" in answer and "Bruck's waits for 6." in answer
-    assert "with 64 ranks 6 instead of 63" in answer
+    told = " ".join(STORY[STORY.index("*bruck* is an all_to_all") :].split())
+    assert "With 64 ranks a rank sends 6 messages instead of pairwise's 63." in told
+    assert "the library's pairwise waits one α, and bruck 6." in told
 
 
 def test_the_last_table_is_exact_on_its_clock() -> None:
