@@ -1,7 +1,7 @@
-"""The figure of lesson 04, from real runs: wirings under load, two machines over time, and this
+"""The figures of lesson 04, from real runs: wirings under load; two machines over time, and this
 machine's α and β.
 
-python lessons/04_topology/figure.py [--out DIR]      # figure.png
+python lessons/04_topology/figure.py [--out DIR]      # figure.png and machines.png
 """
 
 import math
@@ -84,36 +84,43 @@ def over_time(group: Group, algorithm: str) -> list[dict[str, Any]]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """Draw figure.png from what was recorded."""
+    """Draw figure.png and machines.png from what was recorded."""
+    look.save(draw_wirings(recorded["messages"]), folder)
+    look.save(draw_machines(recorded), folder, "machines.png")
+
+
+def draw_wirings(messages: list[Any]) -> Any:
+    """Draw the bytes over each link of four wirings."""
     figure = look.new_figure(
         14.0,
-        9.2,
-        "Wires: one all-reduce over four wirings, two machines over time, and α and β",
-        "All from recorded messages and measured times of eight ranks, threads of one process; "
-        "α and β between two of them.",
-    )
-    figure.text(
-        0.025,
-        0.878,
-        "The messages of halving-doubling, each sent its shortest way: bytes over each link",
-        fontsize=12.5,
-        fontweight="bold",
-        color=look.INK,
+        4.6,
+        "Wires: one halving-doubling all-reduce over four wirings",
+        "The recorded messages of eight ranks, each sent its shortest way. The thicker a link, the "
+        "more bytes it carries; the busiest links are red.",
     )
     for place, make in enumerate(wiring.WIRINGS):
-        _wires(
-            figure.add_axes((0.02 + 0.245 * place, 0.49, 0.225, 0.355)),
-            make(RANKS),
-            recorded["messages"],
-        )
+        axes = figure.add_axes((0.02 + 0.245 * place, 0.04, 0.225, 0.71))
+        _wires(axes, make(RANKS), messages)
+    return figure
+
+
+def draw_machines(recorded: dict[str, Any]) -> Any:
+    """Draw one all-reduce on two machines over time, flat and hierarchical, and the fitted line."""
+    figure = look.new_figure(
+        14.0,
+        5.2,
+        "Two machines of four ranks: one all-reduce over time; and α and β of this machine",
+        "Recorded messages of eight ranks, threads of one process; between the machines each takes "
+        "α (red). Right: measured times between two of the ranks.",
+    )
     for place, name in enumerate(("ring", "hierarchical")):
         _space_time(
-            figure.add_axes((0.055 + 0.325 * place, 0.07, 0.265, 0.335)),
+            figure.add_axes((0.055 + 0.325 * place, 0.1, 0.265, 0.6)),
             name,
             recorded["timelines"][name],
         )
-    _line(figure.add_axes((0.735, 0.07, 0.245, 0.335)), recorded)
-    look.save(figure, folder)
+    _line(figure.add_axes((0.735, 0.1, 0.245, 0.6)), recorded)
+    return figure
 
 
 def _places(wires: Any) -> dict[int, tuple[float, float]]:

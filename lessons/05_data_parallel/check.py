@@ -96,7 +96,7 @@ def _steps(exercise: ModuleType, replicas: int, rows: int) -> Iterator[Result]:
         [weights(models[0])],
         "the wrong gradients",
         "each device begins backward with the gradient of the loss for its own outputs, and device 0 "
-        "needs the gradients of all devices, itself included: sections 2 and 4 (holes 3, 4)",
+        "needs the gradients of all devices, itself included: sections 1 and 4 (holes 3, 4)",
         known=_known(replicas, rows),
     )
 
@@ -127,7 +127,7 @@ def _rows(
         target,
         mine,
         "other rows than the batch's",
-        "R devices: the first rows % R get one row more, and the rows stay in their order: section 2, "
+        "R devices: the first rows % R get one row more, and the rows stay in their order: section 1, "
         "DP 1 (hole 1)",
         signs={
             "each part is one row, not an array of rows": not shape,
@@ -168,7 +168,7 @@ def _copies(task: str, models: list[GPT], devices: list[Device]) -> Result:
         "in every step the same numbers as device 0's, in arrays of their own",
         measured,
         "other numbers than device 0's were copied",
-        "from device 0 to the replica, number by number, in every step: section 2, DP 2 (hole 2)",
+        "from device 0 to the replica, number by number, in every step: section 1, DP 2 (hole 2)",
         signs={
             "device 0 was overwritten": changed,
             "one array for both": shared,
@@ -182,7 +182,7 @@ def _known(replicas: int, rows: int) -> Known:
     """Return the weights of device 0 after each known mistake of steps DP 4 and DP 5."""
     cut = "np.array_split(np.asarray(gathered.grad), len(replicas))"
     sums = "sum(p.grad for p in same)"
-    both = "section 2, DP 4 (hole 3)"
+    both = "section 1, DP 4 (hole 3)"
 
     def trained(old: str, new: str) -> Any:
         return lambda: _other_way(replicas, rows, old, new)
@@ -193,7 +193,7 @@ def _known(replicas: int, rows: int) -> Known:
         "divided by the number of devices": Mistake(lambda: _serial(rows, 1 / replicas), mean),
         "multiplied by the number of devices": Mistake(lambda: _serial(rows, replicas), mean),
         "the opposite sign": Mistake(
-            lambda: _serial(rows, -1.0), "the optimizer subtracts: section 2 (holes 3, 4)"
+            lambda: _serial(rows, -1.0), "the optimizer subtracts: section 1 (holes 3, 4)"
         ),
         "the loss went out": Mistake(
             trained(cut, "[np.full_like(y.data, loss.item()) for y in outputs]"), one + both
@@ -211,11 +211,11 @@ def _known(replicas: int, rows: int) -> Known:
         ),
         "the others' gradients are missing": Mistake(
             trained(sums, "same[0].grad"),
-            "device 0 has the gradient of its own rows only: section 2, DP 5 (hole 4)",
+            "device 0 has the gradient of its own rows only: section 1, DP 5 (hole 4)",
         ),
         "device 0's own gradients are missing": Mistake(
             trained(sums, "sum(p.grad for p in same[1:])"),
-            "device 0 has rows, too: section 2, DP 5 (hole 4)",
+            "device 0 has rows, too: section 1, DP 5 (hole 4)",
         ),
     }
 

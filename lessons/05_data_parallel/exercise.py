@@ -25,7 +25,7 @@ def plain_data_parallel(replicas, optimizer, batches):
     for inputs, targets in batches:
         parts = hole(
             1,
-            "DP 1: rows for each device, as even as it goes, the larger parts first (section 2)",
+            "DP 1: rows for each device, as even as it goes, the larger parts first (section 1)",
             inputs,
         )
         for replica in replicas[1:]:
@@ -34,7 +34,7 @@ def plain_data_parallel(replicas, optimizer, batches):
             ):
                 hole(
                     2,
-                    "DP 2: copied has its own array; which numbers must it hold? (section 2)",
+                    "DP 2: copied has its own array; which numbers must it hold? (section 1)",
                     original,
                     copied,
                 )
@@ -47,7 +47,7 @@ def plain_data_parallel(replicas, optimizer, batches):
         loss.backward()  # gathered.grad: the gradient of the loss for each output
         for y, dy in zip(
             outputs,
-            hole(3, "DP 4: with what does each device's backward begin? (section 2)", gathered),
+            hole(3, "DP 4: with what does each device's backward begin? (section 1)", gathered),
             strict=True,
         ):
             y.backward(dy)

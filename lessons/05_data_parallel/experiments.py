@@ -18,7 +18,7 @@ from minidist.lessons.lab import new_model, rule_batch
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.events import Busy
 from minidist.optim import Adam
-from minidist.parallel.data.data_parallel import DataParallel, ReplicaDevice, call_replica
+from minidist.parallel.data.data_parallel import DataParallel, ReplicaDevice
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.step.single import Single
@@ -142,43 +142,19 @@ def smi_of_ddp(group: Group, *, steps: int = 2, sequences: int = 16) -> list[dic
 # ------------------------------------------------------------------------------------- taking turns
 
 
-def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> dict[str, Any]:
-    """Record how replicas share the interpreter: each replica's stamps (wall time, own processor
-    time) at the end of every module."""
-    stamps: dict[str, list[tuple[float, float]]] = {}
-
-    def stamp(*_: Any) -> None:
-        stamps.setdefault(threading.current_thread().name, []).append(
-            (time.perf_counter(), time.thread_time())
-        )
-
+def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> dict[str, float]:
+    """Return the wall seconds of a step, and the number of processors that the replicas keep
+    busy."""
     model = new_model(config)
-    for module in model.modules():
-        module.register_forward_hook(stamp)
-        module.register_backward_hook(stamp)
-
-    def forward(replica: Any, inputs: Any, first: int) -> Any:
-        stamp()
-        return call_replica(replica, inputs, first)
-
-    strategy = Watched(model, replicas, forward=forward)
+    strategy = Watched(model, replicas)
     optimizer = Adam(strategy.parameters, 1e-3)
     strategy.step(rule_batch(config, 0, sequences), optimizer)  # the first step warms up
-    stamps.clear()
     strategy.busy = [0.0] * replicas
     begin = time.perf_counter()
     for step in range(steps):
         strategy.step(rule_batch(config, step, sequences), optimizer)
     seconds = time.perf_counter() - begin
-    return {
-        "stamps": [
-            [(wall - begin, own) for wall, own in stamps[name]]
-            for name in sorted(stamps, key=lambda name: (name.startswith("replica"), name))
-        ],
-        "seconds": seconds / steps,
-        "cores": sum(strategy.busy) / seconds,
-        "replicas": replicas,
-    }
+    return {"seconds": seconds / steps, "cores": sum(strategy.busy) / seconds}
 
 
 def calls_of(config: GPTConfig, sequences: int) -> list[tuple[float, float]]:
@@ -203,9 +179,11 @@ def calls_of(config: GPTConfig, sequences: int) -> list[tuple[float, float]]:
     ]
 
 
-def turns_on_a_clock(config: GPTConfig, replicas: int, *, sequences: int) -> tuple[float, float]:
-    """Return the seconds of a step's passes, and the number of busy processors, if each replica's
-    thread has its own processor.
+def calls_on_a_clock(
+    config: GPTConfig, replicas: int, *, sequences: int
+) -> list[tuple[int, float, float]]:
+    """Return (replica, begin, end) of each NumPy call of a step's passes, if each replica's thread
+    has its own processor.
 
     For each call a thread holds the interpreter's lock for HOLD seconds; then it computes without
     the lock, at FLOPS operations and BYTES bytes per second. The lock goes to the thread that asked
@@ -216,24 +194,32 @@ def turns_on_a_clock(config: GPTConfig, replicas: int, *, sequences: int) -> tup
         for flops, nbytes in calls_of(config, sequences // replicas)
     ]
     ready = [(0.0, replica) for replica in range(replicas)]
-    left = [len(work)] * replicas
+    made = [0] * replicas
     free = 0.0
-    end = 0.0
+    calls = []
     while ready:
         asked, replica = heappop(ready)
         begun = max(asked, free)  # another may hold the lock
         free = begun + HOLD
-        done = begun + work[-left[replica]]
-        left[replica] -= 1
-        end = max(end, done)
-        if left[replica]:
+        done = begun + work[made[replica]]
+        calls.append((replica, begun, done))
+        made[replica] += 1
+        if made[replica] < len(work):
             heappush(ready, (done, replica))
-    return end, replicas * sum(work) / end
+    return calls
+
+
+def turns_on_a_clock(config: GPTConfig, replicas: int, *, sequences: int) -> tuple[float, float]:
+    """Return the seconds of a step's passes, and the number of busy processors, on the clock of
+    calls_on_a_clock."""
+    calls = calls_on_a_clock(config, replicas, sequences=sequences)
+    end = max(done for _, _, done in calls)
+    return end, sum(done - begun for _, begun, done in calls) / end
 
 
 def step_on_a_clock(config: GPTConfig, ranks: int, *, sequences: int) -> dict[str, float]:
     """Return the seconds of a step without its update, DP's and DDP's, on the clock of
-    turns_on_a_clock.
+    calls_on_a_clock.
 
     DP: the replicas share an interpreter; what device 0 sends and receives (by its ledger) goes
     over its link, one after the other: the model before forward, the gradients after backward.
@@ -315,13 +301,3 @@ def products(threads: int, *, size: int = 192, count: int = 3) -> float:
     for worker in workers:
         worker.join()
     return time.perf_counter() - begin
-
-
-def shares(stamps: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """Return (from, to, share of that time in which the thread had a processor) between each two
-    stamps."""
-    return [
-        (wall, later, min(1.0, (then - own) / (later - wall)))
-        for (wall, own), (later, then) in zip(stamps, stamps[1:], strict=False)
-        if later > wall
-    ]

@@ -1,7 +1,7 @@
-"""The figure of lesson 05: what passes through device 0, what each device holds, and replicas that
+"""The figures of lesson 05: what passes through device 0, and what each device holds; replicas that
 take turns.
 
-python lessons/05_data_parallel/figure.py [--out DIR]
+python lessons/05_data_parallel/figure.py [--out DIR]      # figure.png and turns.png
 """
 
 from pathlib import Path
@@ -27,8 +27,8 @@ WHAT = {
 
 
 def record(group: Group) -> dict[str, Any]:
-    """Return on rank 0 device 0's bytes for 1 to MOST devices, both nvidia-smi tables, and which
-    replica ran when."""
+    """Return on rank 0 device 0's bytes for 1 to MOST devices, and both nvidia-smi
+    tables."""
     found: dict[str, Any] = {}
     if group.rank == 0:
         found = {
@@ -40,43 +40,47 @@ def record(group: Group) -> dict[str, Any]:
     group.barrier()
     found["ddp"] = lab.smi_of_ddp(group)
     group.barrier()
-    if group.rank == 0:
-        found["python"] = min(
-            (lab.turns(lab.PYTHON, 3, sequences=3, steps=1) for _ in range(8)),
-            key=lambda run: run["seconds"],
-        )
-        found["blas"] = min(
-            (lab.turns(lab.BLAS, 3, sequences=3, steps=1) for _ in range(8)),
-            key=lambda run: run["seconds"],
-        )
-    group.barrier()
     return found
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """Draw figure.png from what was recorded."""
+    """Draw figure.png from what was recorded, and turns.png from the clock."""
+    look.save(draw_device_0(recorded), folder)
+    look.save(draw_turns(), folder, "turns.png")
+
+
+def draw_device_0(recorded: dict[str, Any]) -> Any:
+    """Draw what passes through device 0, and what each device holds."""
     config = lab.TALL
-    title = "DP: everything passes through device 0, and one interpreter serves all replicas"
     figure = look.new_figure(
         13.5,
-        7.2,
-        title,
+        4.3,
+        "DP: everything passes through device 0",
         f"GPT of {config.layers} layers, width {config.width}, vocabulary {config.vocabulary}, "
         f"sequences of {config.context} tokens, float32, Adam; counted by the ledger and the "
         "memory account. DP 1 to 5: N0:133.",
     )
-    _traffic(figure.add_axes((0.06, 0.48, 0.40, 0.34)), recorded["traffic"])
-    _memory(figure.add_axes((0.55, 0.48, 0.42, 0.34)), recorded["dp"], recorded["ddp"])
-    for place, key, title in (
-        (0.06, "python", "Small products: Python"),
-        (0.55, "blas", "Large products: BLAS"),
+    _traffic(figure.add_axes((0.06, 0.13, 0.40, 0.57)), recorded["traffic"])
+    _memory(figure.add_axes((0.55, 0.13, 0.42, 0.57)), recorded["dp"], recorded["ddp"])
+    return figure
+
+
+def draw_turns() -> Any:
+    """Draw what each replica's thread does on the clock, with small and with large products."""
+    figure = look.new_figure(
+        13.5,
+        3.7,
+        "DP: one interpreter serves all replicas",
+        f"The beginning of a step of {RANKS} replicas on the virtual clock. Dark: the thread holds "
+        f"the lock, {1e6 * lab.HOLD:g} µs for each call. Light: it computes. Grey: it waits for "
+        "the lock.",
+    )
+    for place, config, title, shown in (
+        (0.06, lab.PYTHON, "Small products", 0.4e-3),
+        (0.55, lab.BLAS, "Large products", 3e-3),
     ):
-        _turns(
-            figure.add_axes((place, 0.09, 0.42 if place > 0.5 else 0.40, 0.22)),
-            recorded[key],
-            title,
-        )
-    look.save(figure, folder)
+        _turns(figure.add_axes((place, 0.17, 0.41, 0.48)), config, title, shown)
+    return figure
 
 
 def _traffic(ax: Any, runs: list[dict[str, Any]]) -> None:
@@ -162,33 +166,24 @@ def _memory(ax: Any, dp: list[dict[str, Any]], ddp: list[dict[str, Any]]) -> Non
     )
 
 
-def _turns(ax: Any, run: dict[str, Any], title: str) -> None:
-    """Draw when each replica's thread had a processor."""
+def _turns(ax: Any, config: Any, title: str, shown: float) -> None:
+    """Draw the first `shown` seconds of each replica's calls: holding the lock, and without it."""
     look.quiet(ax, grid="x")
-    for lane, stamps in enumerate(run["stamps"]):
-        begin = 1e3 * stamps[0][0]
-        end = 1e3 * stamps[-1][0]
-        ax.barh(lane, end - begin, 0.66, begin, color=look.GRID)
-        for start, stop, share in lab.shares(stamps):
-            ax.barh(
-                lane,
-                1e3 * (stop - start),
-                0.66,
-                1e3 * start,
-                color=look.RANKS[lane],
-                alpha=share,
-                linewidth=0,
-            )
-    lanes = len(run["stamps"])
-    ax.set_yticks(range(lanes), [f"replica {lane}" for lane in range(lanes)], fontsize=10.5)
-    ax.set_ylim(lanes - 0.4, -0.6)
-    ax.set_xlim(0, None)
-    ax.set_xlabel(
-        "milliseconds of one step; the stronger the colour, the more the thread runs",
-        color=look.SOFT,
-        fontsize=10,
-    )
-    look.caption(ax, f"{title}: {run['cores']:.1f} processors busy on the average")
+    calls = lab.calls_on_a_clock(config, RANKS, sequences=RANKS)
+    for replica in range(RANKS):
+        ax.barh(replica, 1e3 * shown, 0.66, 0, color=look.GRID)
+    for replica, begun, done in calls:
+        if begun < shown:
+            color = look.RANKS[replica]
+            width = 1e3 * (done - begun)
+            ax.barh(replica, width, 0.66, 1e3 * begun, color=color, alpha=0.45, linewidth=0)
+            ax.barh(replica, 1e3 * lab.HOLD, 0.66, 1e3 * begun, color=color, linewidth=0)
+    ax.set_yticks(range(RANKS), [f"replica {replica}" for replica in range(RANKS)], fontsize=10.5)
+    ax.set_ylim(RANKS - 0.4, -0.6)
+    ax.set_xlim(0, 1e3 * shown)
+    ax.set_xlabel("milliseconds on the clock", color=look.SOFT, fontsize=10)
+    busy = lab.turns_on_a_clock(config, RANKS, sequences=RANKS)[1]
+    look.caption(ax, f"{title}: {busy:.2f} processors busy on average")
 
 
 if __name__ == "__main__":

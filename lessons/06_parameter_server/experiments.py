@@ -39,6 +39,13 @@ def serial(steps: int, optimizer: Any = Adam) -> np.ndarray:
     return alone(new_model(CONFIG), partial(optimizer, lr=RATE), map(batch, range(steps)))
 
 
+def serial_loss(steps: int) -> float:
+    """Return the held-out loss of one process after some steps."""
+    model = new_model(CONFIG)
+    alone(model, partial(Adam, lr=RATE), map(batch, range(steps)))
+    return held_out_loss(model, HELD_OUT)
+
+
 def train(
     group: Group,
     *,

@@ -111,9 +111,8 @@ def traffic(page: Page) -> None:
             ]
         )
     page.table(
-        f"One step, Ψ = {size_text(nbytes)} of parameters: in and out of the server, and of a "
-        "rank of a ring",
-        ["workers", "server", "2NΨ", "", "a rank", "4(N-1)/N Ψ", ""],
+        f"One step, a model of {size_text(nbytes)}: in and out of the server, and of a rank of a ring",
+        ["workers", "server", "2N models", "", "a rank", "4(N-1)/N models", ""],
         rows,
     )
     rows = []
@@ -131,7 +130,7 @@ def traffic(page: Page) -> None:
         )
     page.table(
         "4 workers: keys divided among servers by size",
-        ["servers", "the fullest", "2NΨ/S", "all servers", "2NΨ", ""],
+        ["servers", "the fullest", "2N/S models", "all servers", "2N models", ""],
         rows,
         note="a key is never cut, so the fullest server has up to one key more than its share",
     )

@@ -82,6 +82,10 @@ def test_the_story_has_the_times_of_the_clock() -> None:
         times = " | ".join(f"{1e3 * found[name]:.1f} ms" for name in lab.PARTS)
         ratio = (found["dp passes"] + found["dp link"]) / (found["ddp passes"] + found["ddp link"])
         assert f"| {ranks} | {times} | {ratio:.2f} |" in story.read_text(encoding="utf-8")
+    calls = lab.calls_of(lab.BLAS, 1)
+    computes = sum(max(flops / lab.FLOPS, nbytes / lab.BYTES) for flops, nbytes in calls)
+    told = f"a replica makes {len(calls)} calls and computes for {1e3 * computes:.1f} ms"
+    assert told in story.read_text(encoding="utf-8")
 
 
 def test_the_lock_on_a_clock_of_its_own() -> None:

@@ -1,6 +1,5 @@
 """Exercise 06: filled rightly it passes, and each wrong filling fails under its name."""
 
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -115,7 +114,24 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_server_carries_if_there_are_as_many_as_workers() -> None:
+def test_the_story_has_the_models_through_a_link() -> None:
     story = find("06").part("README.md").read_text(encoding="utf-8")
-    ring = Fraction(4 * (8 - 1), 8)
-    assert f"a server carries `2Ψ`. A rank of a ring of 8 carries `{float(ring)}Ψ`" in story
+    few, many = (
+        (2 * workers, 2 * workers / 4, 4 * (workers - 1) / workers) for workers in (8, 100)
+    )
+    assert "(a) {:g}. (b) About {:g}. (c) {:g}.".format(*few) in story
+    assert "(d) {:g}, about {:g}, and {:g}.".format(*many) in story
+
+
+def test_the_story_has_how_late_updates_are_on_the_clock() -> None:
+    lab = load_module(find("06").part("experiments.py"), "06")
+    story = " ".join(find("06").part("README.md").read_text(encoding="utf-8").split())
+    late = {}
+    for bound in (None, 2):
+        updates, _ = lab.on_a_clock(40, [1.0, 1.0, 4.0], bound)
+        late[bound] = [
+            number - each.versions[0] for number, each in enumerate(updates) if each.worker == 2
+        ]
+    assert late[None] == [8] * 10 + [0] * 30 and "(a) 8: two workers make four steps" in story
+    assert late[2] == [6] + [2] * 37 + [0] * 2
+    assert "late by 6." in story and "late by 2 (green circles), until the others" in story
