@@ -51,10 +51,10 @@ def questions(story: str) -> list[str]:
         return []
     asked = re.sub(r"<details>.*?</details>", "", section[1], flags=re.DOTALL)
     items = re.split(r"^(?=\d+\. )", asked, flags=re.MULTILINE)
-    return [_without_links(item.strip()) for item in items if re.match(r"\d+\. ", item)]
+    return [without_links(item.strip()) for item in items if re.match(r"\d+\. ", item)]
 
 
-def _without_links(text: str) -> str:
+def without_links(text: str) -> str:
     """Return Markdown with the words of its links, whose targets are not beside the deck."""
     return re.sub(r"(?<!!)\[([^\]]*)\]\([^)]*\)", r"\1", text)
 
@@ -65,9 +65,7 @@ def slides_of(lesson: Lesson, figure: str) -> list[str]:
     story = lesson.part("README.md").read_text(encoding="utf-8")
     modules = ", ".join(f"`{module}`" for module in lesson.modules)
     title = f"{lesson.number} · {lesson.title}"
-    slides = [
-        f"# {title}\n\n{_without_links(quotation(story))}\n\nnotes: {lesson.notes}\n{modules}"
-    ]
+    slides = [f"# {title}\n\n{without_links(quotation(story))}\n\nnotes: {lesson.notes}\n{modules}"]
     words = figure_words(story)
     if figure:
         slides.append(f"## {title}\n\n![h:460]({figure})\n\n{words}")

@@ -227,6 +227,14 @@ def corrected(student: ast.Module, answers: Iterable[Answer]) -> ast.Module:
     return ast.fix_missing_locations(module)
 
 
+def filled(template: ast.Module, right: Mapping[int, Nodes]) -> ast.Module:
+    """Return an exercise with the right code in place of every hole."""
+    swaps = {id(node): right[number_of(node)] for node in _holes(template)}
+    module = rebuilt(template, swaps)
+    assert isinstance(module, ast.Module)
+    return ast.fix_missing_locations(module)
+
+
 def _placed(node: ast.AST, where: ast.AST) -> ast.AST:
     """Return a copy of `node` with the line numbers of `where`."""
     copied = copy.deepcopy(node)

@@ -24,6 +24,7 @@ from minidist.grading import load_module
 from minidist.holes import blank
 from minidist.lessons import Lesson
 from minidist.lessons.finding import find_places
+from minidist.lessons.notebook import notebook_text
 from minidist.lessons.page import page_console
 from minidist.lessons.phrases import phrases_of, with_tasks
 from minidist.progress import progress
@@ -56,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--break", dest="broken", metavar="NAME", help="run one of the story's 'Break it'"
     )
     one.add_argument("--copy", metavar="DIR", help="copy the exercise to DIR, to work on it there")
+    one.add_argument(
+        "--notebook",
+        metavar="DIR",
+        nargs="?",
+        const=".",
+        help="write the lesson as a Jupyter notebook to DIR (default: the current folder)",
+    )
     parser.add_argument(
         "--level",
         choices=LEVELS,
@@ -88,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     lesson = lessons.find(args.lesson)
     if args.copy:
         return _copy(lesson, Path(args.copy), language(args), is_blank=args.level == "blank")
+    if args.notebook:
+        return _notebook(lesson, Path(args.notebook), language(args))
     if args.figure:
         return _figure(lesson, args.out)
     if args.broken:
@@ -126,6 +136,7 @@ def _options_given(args: argparse.Namespace) -> list[str]:
         "--figure": args.figure,
         "--break": args.broken,
         "--copy": args.copy,
+        "--notebook": args.notebook,
         "--level": args.level,
         "--out": args.out,
     }
@@ -304,6 +315,14 @@ def _copy(lesson: Lesson, folder: Path, chosen: str, *, is_blank: bool) -> int:
     target = folder / f"exercise_{lesson.number}.py"
     name = write_new(target, blank(exercise) if is_blank else exercise)
     print(f"{name}: fill its holes, then: minidist check {lesson.number} {name}")
+    return 0
+
+
+def _notebook(lesson: Lesson, folder: Path, chosen: str) -> int:
+    """Write the lesson as a notebook to `folder`; an existing file is never overwritten."""
+    target = folder / f"{lesson.folder.name}.ipynb"
+    name = write_new(target, notebook_text(lesson, chosen))
+    print(f'{name}: open it, e.g. with jupyter lab (pip install "minidist[notebook]")')
     return 0
 
 

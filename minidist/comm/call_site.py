@@ -33,8 +33,20 @@ def entries(cls: C) -> C:
 
 
 def place(filename: str, line: int) -> str:
-    """Return "file:line"; for a very long path only its end."""
+    """Return "file:line"; for a very long path only its end; for a notebook's cell its name, as
+    "Cell In[3]:2"."""
+    if "ipykernel" in filename and (cell := _cell(filename)):
+        return f"{cell}:{line}"
     return f"{filename[-_LONGEST:]}:{line}"
+
+
+def _cell(filename: str) -> str:
+    """Return the name of the notebook's cell whose code IPython keeps under this file name; "" if it
+    keeps none."""
+    notebook = sys.modules.get("IPython")
+    shell = notebook and notebook.get_ipython()
+    told = shell and shell.compile.format_code_name(filename)
+    return " ".join(told) if told else ""
 
 
 def caller(frame: FrameType | None = None) -> str:
