@@ -1,16 +1,9 @@
-"""A lesson as a Jupyter notebook, and the magic commands that its cells use.
-
-    minidist lesson 07 --notebook DIR       # writes DIR/07_ddp.ipynb
+"""A lesson as a Jupyter notebook: `minidist lesson 07 --notebook DIR` writes DIR/07_ddp.ipynb.
 
 Of the story each section is a cell, with its pictures inside, so that the file needs nothing else.
 Behind the sections "Run it" and "Break it" stand cells that run the lesson; the exercise is a cell
-that grades itself, and behind it, closed, the plain version. Both run as often as a student changes
-them:
-
-    %minidist lesson 07 -n 4    what `minidist lesson 07 -n 4` does
-    %%exercise 07               grade the functions of this cell, as `minidist check 07 FILE` does
-    %%plain 07                  run the tasks of the same check on the plain version as it stands in
-                                this cell
+that grades itself, and behind it, closed, the plain version. cli/notebook.py has the magic commands
+that these cells use.
 """
 
 import ast
@@ -19,22 +12,18 @@ import importlib
 import inspect
 import json
 import re
-import shlex
-import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from minidist import holes, lessons
-from minidist.errors import ConfigError
-from minidist.grading import answer_key, load_module
+from minidist.grading import load_module
 from minidist.lessons import Lesson
 from minidist.lessons.phrases import phrases_of, with_tasks
 from minidist.lessons.slides import without_links
 
 NAME = "minidist"
+MAGIC = "minidist.cli.notebook"
 RANKS = 4
 TEXTS = {
     "en": {
@@ -124,14 +113,15 @@ def _cell(kind: str, source: str, **about: Any) -> Cell:
 
 
 def _install(comment: str) -> str:
-    """Return the first cell of code: it installs minidist where it is not, and loads this module."""
+    """Return the first cell of code: it installs minidist where it is not, and loads the magic
+    commands."""
     return f"""{comment}
 from importlib.util import find_spec
 
 if find_spec("{NAME}") is None:
     %pip install -q "{_requirement()}"
 
-%load_ext {__name__}"""
+%load_ext {MAGIC}"""
 
 
 def _requirement() -> str:
@@ -215,62 +205,3 @@ def _import(name: str, value: Any, module: ModuleType) -> str:
     home = getattr(value, "__module__", None)
     is_there = isinstance(value, type | FunctionType) and home and value.__name__ == name
     return f"from {home if is_there else module.__name__} import {name}"
-
-
-# --------------------------------------------------------------------------------- magic commands
-
-
-def load_ipython_extension(shell: Any) -> None:
-    """Add the magic commands to a notebook (`%load_ext` calls this)."""
-    command = f"{shlex.quote(sys.executable)} -m minidist"
-    shell.register_magic_function(
-        lambda line: shell.system(f"{command} {line}"), "line", "minidist"
-    )
-    shell.register_magic_function(grade_exercise, "cell", "exercise")
-    shell.register_magic_function(run_plain, "cell", "plain")
-
-
-def grade_exercise(line: str, cell: str) -> None:
-    """Write a cell as exercise_NN.py and grade it as `minidist check NN` does. Its lines keep their
-    numbers. Args: line: the lesson's number, and options of `minidist check`."""
-    from minidist.cli import main
-
-    number, *options = _words(line)
-    file = Path(f"exercise_{number}.py")
-    file.write_text(f"# %%exercise {line}\n{cell}", encoding="utf-8")
-    main(["check", number, str(file), *options])
-
-
-def run_plain(line: str, cell: str) -> None:
-    """Run the tasks of a lesson's check on the functions of a cell; what the exercise has beside them
-    is right already. Args: line: the lesson's number."""
-    from minidist.cli.check import show
-    from minidist.grading import Grade, run_check
-
-    lesson = lessons.find(_words(line)[0])
-    file = Path(f"plain_{lesson.number}.py")
-    file.write_text(f"# %%plain {line}\n{cell}", encoding="utf-8")
-    check = load_module(lesson.part("check.py"), lesson.number)
-    results = run_check(check.grade, lambda: _with_right_code(lesson, check, file), file)
-    show(Grade(lesson.number, str(file), tuple(results)), f"Lesson {lesson.number}")
-
-
-def _words(line: str) -> list[str]:
-    """Return the words behind a magic command. Raises: ConfigError if there is none."""
-    if not (words := line.split()):
-        raise ConfigError("which lesson? give its number: %%exercise 07")
-    return words
-
-
-def _with_right_code(lesson: Lesson, check: ModuleType, file: Path) -> ModuleType:
-    """Return an exercise whose holes are filled with the right code, and in which the functions of
-    `file` take the place of those with the same names."""
-    template = ast.parse(lesson.part("exercise.py").read_text(encoding="utf-8"))
-    module = load_module(file, lesson.number)
-    own = dict(vars(module))
-    exec(
-        compile(holes.filled(template, answer_key(check, template)), str(file), "exec"),
-        vars(module),
-    )
-    vars(module).update(own)
-    return module

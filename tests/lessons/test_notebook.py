@@ -106,7 +106,7 @@ def test_a_notebook_runs(number: str, tmp_path: Path) -> None:
 
 
 SNIPPETS = """import minidist as md
-%load_ext minidist.lessons.notebook
+%load_ext minidist.cli.notebook
 
 def stuck(group):
     return group.recv(src=(group.rank + 1) % group.size)
