@@ -14,7 +14,7 @@ from imports import ROOT, Import, classes, imports, modules
 ELSEWHERE = (("lessons",), ("kernels",), ("benchmarks",), ("clusters",))
 """Folders of tests that belong to no folder of minidist/."""
 FLOORS = [
-    ["minidist.__main__", "minidist.reference"],
+    ["minidist.__main__", "minidist.reference", "minidist.site"],
     ["minidist.cli"],
     ["minidist.lessons"],
     ["minidist.bench"],
