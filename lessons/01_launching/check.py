@@ -184,10 +184,10 @@ def _signs(
         "every machine is the first": Mistake(
             first, "how many whole machines lie before this rank? read section 2 again"
         ),
-        "OMPI_COMM_WORLD_NODE_RANK is not the machine": Mistake(
+        "the place on the machine for the machine": Mistake(
             name == "node_rank" and measured == rank_on_node,
-            "Open MPI means the rank *on* the node by it; how many whole machines lie before this "
-            "rank? read section 3 again",
+            "that is the place *on* the machine, as OMPI_COMM_WORLD_NODE_RANK and rank % local_size "
+            "are; how many whole machines lie before this rank? read section 3 again",
         ),
         "one too many": Mistake(
             measured == target + 1, "all numbers are counted from 0: read section 1 again"

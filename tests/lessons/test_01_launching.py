@@ -10,9 +10,8 @@ WRONG = {
     "local rank for rank": {1: 'int(environ["LOCAL_RANK"])'},
     "text for a number": {1: 'environ["RANK"]'},
     "NODE_RANK under torchrun": {2: 'int(environ.get("NODE_RANK", 0))'},
-    "OMPI_COMM_WORLD_NODE_RANK is not the machine": {
-        3: 'int(environ["OMPI_COMM_WORLD_NODE_RANK"])'
-    },
+    "the place on the machine for the machine": {3: 'int(environ["OMPI_COMM_WORLD_NODE_RANK"])'},
+    "that is the place *on* the machine": {3: "rank % local_size"},
     "the machine for the rank": {1: 'int(environ["GROUP_RANK"])'},
     "one too many": {1: 'int(environ["RANK"]) + 1'},
     "every machine is the first": {3: "0"},
