@@ -317,6 +317,8 @@ def _places(numbers: list[float] | str) -> str:
     """Return where in the vector these numbers lie, in words."""
     if isinstance(numbers, str):
         return numbers
+    if not numbers:
+        return "no numbers"
     known = NUMBERS.tolist()
     places = [str(known.index(x)) if x in known else "another array's" for x in numbers]
     return (
