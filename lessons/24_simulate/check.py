@@ -82,7 +82,7 @@ def _at_once(exercise: ModuleType) -> Result:
         "a message begins when its sender has come, and the sender is the first of the pair: section "
         "1, step 2 (hole 1)",
         known={
-            "the receiver does not wait": Mistake(
+            "your receiver does not wait": Mistake(
                 [0.0, 0.0], "it continues at the end of the call: section 1, step 4 (hole 4)"
             )
         },
@@ -112,9 +112,9 @@ def _busy(exercise: ModuleType) -> Result:
         "work of another length",
         "ask busy_seconds for this rank and this work: section 1, step 1 (hole 3)",
         known={
-            "every rank takes as long as rank 0": [4.0, 4.0],
-            "the clock is added once more": [7.0, 14.0],
-            "rank and work are exchanged": [0.0, 3.0],
+            "your code takes as long on every rank as on rank 0": [4.0, 4.0],
+            "your code adds the clock once more": [7.0, 14.0],
+            "your code exchanges rank and work": [0.0, 3.0],
         },
     )
 
@@ -133,9 +133,9 @@ def _waits(exercise: ModuleType) -> Result:
         "a rank that comes late does not wait; one that comes early continues at the call's end: "
         "section 1, step 4 (hole 4)",
         known={
-            "the clock of a late rank is turned back": [2.0, 2.0],
-            "the wait is added to the rank's clock": [7.0, 2.0],
-            "the rank does not wait": [5.0, 0.0],
+            "your code turns the clock of a late rank back": [2.0, 2.0],
+            "your code adds the call's end to the rank's clock": [7.0, 2.0],
+            "your code does not wait": [5.0, 0.0],
         },
     )
 
@@ -175,8 +175,8 @@ def _begins(exercise: ModuleType) -> Iterator[Result]:
         "it begins when all have come and the call before has ended: the later of both: section 1, "
         "step 3 (hole 2)",
         known={
-            "the end of the call before is added to the arrival": [8.0, 8.0],
-            "the call begins when the first rank has come": [5.0, 5.0],
+            "your code adds the end of the call before to the arrival": [8.0, 8.0],
+            "your call begins when the first rank has come": [5.0, 5.0],
         },
     )
     both: list[Event] = [Start(1, RING), Start(2, OTHER), Await(1), Await(2)]
@@ -283,12 +283,14 @@ def _place(
 
 
 MISPLACED: dict[str, Callable[[int, int, int], int]] = {
-    "the axes further out are not multiplied": lambda place, size, own: place + own,
-    "this axis is multiplied, instead of those further out": lambda place, size, own: (
+    "your code does not multiply the place of the axes further out": lambda place, size, own: (
+        place + own
+    ),
+    "your code multiplies this axis, instead of those further out": lambda place, size, own: (
         place + size * own
     ),
-    "ranks are counted from 1, not from 0": lambda place, size, own: place * size + own + 1,
-    "the place and the coordinate are exchanged": lambda place, size, own: place * own + size,
+    "your code counts ranks from 1, not from 0": lambda place, size, own: place * size + own + 1,
+    "your code exchanges place and coordinate": lambda place, size, own: place * own + size,
 }
 """{mistake: (place, size of the axis, coordinate) -> the place that is then found}."""
 
@@ -318,19 +320,27 @@ def _ring(exercise: ModuleType) -> Iterator[Result]:
             "not what the link carries",
             "a chunk is the P-th part, and what shares a link adds up: section 5 (hole 6)",
             known={
-                "as if no other message shared the link": 2 * 15 / 16 * n / bandwidth,
-                "whole arrays travel, not chunks": 2 * 15 * n * sharing / bandwidth,
-                "one way round only: a ring all-reduce goes round twice": 15
+                "your code counts as if no other message shared the link": 2
+                * 15
+                / 16
+                * n
+                / bandwidth,
+                "your code sends whole arrays": Mistake(
+                    2 * 15 * n * sharing / bandwidth,
+                    "in each step one chunk crosses the link, for each message that shares it: "
+                    "section 5 (hole 6)",
+                ),
+                "your code goes round once; a ring all-reduce goes round twice": 15
                 / 16
                 * n
                 * sharing
                 / bandwidth,
-                "messages that share a link make it slower, not faster": 2
+                "your code makes a shared link faster, not slower": 2
                 * 15
                 / 16
                 * n
                 / (sharing * bandwidth),
-                "as if there were P steps in each round": 2 * n * sharing / bandwidth,
+                "your code counts P steps in each round, not P - 1": 2 * n * sharing / bandwidth,
             },
             same=partial(isclose, rel_tol=1e-6),
             show=_in_ms,
@@ -355,13 +365,13 @@ def _mfu(exercise: ModuleType) -> Result:
         "not the share of all devices' peak",
         "the model's FLOPs of the step, over what all devices could do in its time: section 2 (hole 7)",
         known={
-            "compared with the peak of one device": 2 * found.mfu,
-            "FLOPs a second, not yet a share of the peak": tokens * flops / seconds,
-            "of one token, not of all": found.mfu / tokens,
-            "not divided by the seconds of the step": found.mfu * seconds,
-            "the 6 FLOPs a weight are in flops_a_token already": 6 * found.mfu,
-            "upside down": 1 / found.mfu,
-            "in percent: a fraction is asked for": 100 * found.mfu,
+            "your code compares with the peak of one device": 2 * found.mfu,
+            "your code gives FLOPs a second, not yet a share of the peak": tokens * flops / seconds,
+            "your code counts one token, not all": found.mfu / tokens,
+            "your code does not divide by the seconds of the step": found.mfu * seconds,
+            "your code counts the 6 FLOPs a weight twice: flops_a_token has them": 6 * found.mfu,
+            "your fraction is upside down": 1 / found.mfu,
+            "your code gives percent; a fraction is asked for": 100 * found.mfu,
         },
         same=partial(isclose, rel_tol=1e-9),
         show="{:.4g}".format,

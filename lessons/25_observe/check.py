@@ -81,10 +81,10 @@ def _thirty(exercise: ModuleType) -> Result:
         "not the ranks that are behind",
         "name whoever has not made the newest call: section 1 (hole 1)",
         signs={
-            "the waiting ranks are blamed": Mistake(
+            "your code blames the ranks that wait": Mistake(
                 found == [4, 9], "the two have done their part and wait: section 1 (hole 1)"
             ),
-            "only one of them is named": Mistake(
+            "your code names only one of them": Mistake(
                 len(found) == 1, "all that are behind hold up the job: section 1 (hole 1)"
             ),
         },
@@ -211,12 +211,15 @@ def _growths(exercise: ModuleType) -> Iterator[Result]:
             "not what most steps add",
             "how much it grows from step to step, in most steps: section 4 (hole 5)",
             signs={
-                "this is the memory itself, not its growth": found > 200,
-                "an array that is made or freed once changes this number": Mistake(
+                "your code gives the memory itself, not its growth": found > 200,
+                "your number changes by an array that is made or freed once": Mistake(
                     abs(found - float(np.mean(gained))) < 0.01,
                     "the middle one of all differences, not their mean: section 4 (hole 5)",
                 ),
-                "the largest difference is one step of many": abs(found - max(gained)) < 0.01,
+                "your code takes the largest difference, which is one step of many": abs(
+                    found - max(gained)
+                )
+                < 0.01,
             },
         )
 
@@ -251,6 +254,7 @@ def _energy(exercise: ModuleType, frequency: float) -> Result:
     found = float(exercise.joules(frequency, **given))
     work, rest, static, dynamic = given.values()
     slow = work / frequency
+    whole_step = "they are paid for the whole step: section 6 (hole 7)"
 
     def gives(joules: float) -> bool:
         return abs(found - joules) < 1e-9 * joules
@@ -263,23 +267,26 @@ def _energy(exercise: ModuleType, frequency: float) -> Result:
         "not the energy of a step",
         "watts times seconds, of the static and of the dynamic watts: section 6 (hole 7)",
         signs={
-            "the dynamic watts are paid while it rests, too": gives(
-                (static + dynamic * frequency**3) * (slow + rest)
+            "your code pays the dynamic watts while it rests, too": Mistake(
+                gives((static + dynamic * frequency**3) * (slow + rest)),
+                "they last only as long as the computation: section 6 (hole 7)",
             ),
-            "the computation takes longer at a lower frequency": gives(
-                static * (slow + rest) + dynamic * frequency**3 * work
-            )
-            or gives(static * (work + rest) + dynamic * frequency**2 * work),
-            "the static watts are paid while it computes, too": gives(
-                static * rest + dynamic * frequency**2 * work
+            "your computation takes as long at every frequency": Mistake(
+                gives(static * (slow + rest) + dynamic * frequency**3 * work)
+                or gives(static * (work + rest) + dynamic * frequency**2 * work),
+                "it takes longer at a lower one, for both kinds of watts: section 6 (hole 7)",
             ),
-            "the static watts are paid while it rests, too": gives(
-                static * slow + dynamic * frequency**2 * work
+            "your code pays the static watts only while it rests": Mistake(
+                gives(static * rest + dynamic * frequency**2 * work), whole_step
             ),
-            "watts are no joules: the dynamic watts, too, are times seconds": gives(
-                static * (slow + rest) + dynamic * frequency**3
+            "your code pays the static watts only while it computes": Mistake(
+                gives(static * slow + dynamic * frequency**2 * work), whole_step
             ),
-            "the dynamic watts fall with f³, not with f²": gives(
+            "your code adds dynamic watts to joules": Mistake(
+                gives(static * (slow + rest) + dynamic * frequency**3),
+                "the dynamic watts, too, are times seconds: section 6 (hole 7)",
+            ),
+            "your dynamic watts fall with f², not with f³": gives(
                 static * (slow + rest) + dynamic * frequency * work
             ),
         },

@@ -92,7 +92,7 @@ def _shards(folder: Path) -> Result:
         "numbers are lost, or others are there",
         "each rank saves its whole chunk in its own file: section 1, step 1 (hole 1)",
         signs={
-            "a rank has written no such file": shard is None,
+            "your code has written no such file": shard is None,
             "the right numbers in another order": shard is not None
             and np.array_equal(np.sort(shard), right[rank]),
             "other bytes than float64: the digest is right, and a reader cannot read them": (
@@ -141,10 +141,10 @@ def _manifest(folder: Path) -> Result:
         "each rank gives its digest as one row, and gets the rows of all ranks in rank order: section "
         "1, step 3 (hole 2)",
         signs={
-            "each byte of a digest became an entry": len(digests) in (32, 32 * WRITERS),
+            "your code makes each byte of a digest an entry": len(digests) in (32, 32 * WRITERS),
             "only one rank's digest": len(digests) == 1,
             "one rank's digest for every shard": len(set(digests)) == 1 < len(digests),
-            "the digests are in another order": sorted(digests) == sorted(right),
+            "your digests are in another order": sorted(digests) == sorted(right),
         },
     )
 
@@ -195,72 +195,72 @@ Overlap = Callable[[int, int, int, int], tuple[int, int]]  # my start and stop, 
 Cut = Callable[[int, int, int, int], tuple[int, int]]  # the overlap, the shard's start, my start
 
 MISREAD: dict[str, tuple[Overlap, Cut, str]] = {
-    "the overlap ends at my own stop, though the shard ends before": (
+    "your overlap ends at the chunk's stop, though the shard ends before": (
         lambda start, stop, first, last: (max(start, first), stop),
         _cut,
         "an overlap ends at the earlier stop: section 3, step 1 (hole 4)",
     ),
-    "the overlap begins at my own start, though the shard begins later": (
+    "your overlap begins at the chunk's start, though the shard begins later": (
         lambda start, stop, first, last: (start, min(stop, last)),
         _cut,
         "an overlap begins at the later start: section 3, step 1 (hole 4)",
     ),
-    "whole shards, instead of what my chunk and the shard both have": (
+    "your code takes whole shards, instead of what chunk and shard both have": (
         lambda start, stop, first, last: (min(start, first), max(stop, last)),
         _cut,
         "an overlap begins at the later start and ends at the earlier stop: section 3, step 1 (hole 4)",
     ),
-    "the position in the vector is taken for the position in the shard": (
+    "your code takes the position in the vector for the position in the shard": (
         _in,
         lambda first, last, old, start: (first, last),
         "the file begins with the shard's first number: section 3, step 4 (hole 5)",
     ),
-    "counted from my chunk's start, not from the shard's": (
+    "your code counts from the chunk's start, not from the shard's": (
         _in,
         lambda first, last, old, start: (first - start, last - start),
         "the file begins with the shard's first number: section 3, step 4 (hole 5)",
     ),
-    "each time the first numbers of the shard": (
+    "your code takes the first numbers of the shard each time": (
         _in,
         lambda first, last, old, start: (0, last - first),
         "the overlap may begin within the shard: section 3, step 4 (hole 5)",
     ),
-    "the overlap ends at the later stop": (
+    "your overlap ends at the later stop": (
         lambda start, stop, first, last: (max(start, first), max(stop, last)),
         _cut,
         "an overlap ends at the earlier stop: section 3, step 1 (hole 4)",
     ),
-    "the overlap begins at the earlier start": (
+    "your overlap begins at the earlier start": (
         lambda start, stop, first, last: (min(start, first), min(stop, last)),
         _cut,
         "an overlap begins at the later start: section 3, step 1 (hole 4)",
     ),
-    "the numbers begin where the overlap begins, and do not end where it ends": (
+    "your numbers begin where the overlap begins, and do not end where it ends": (
         _in,
         lambda first, last, old, start: (first - old, SIZE + MORE),
         "the overlap may end before the shard does: section 3, step 4 (hole 5)",
     ),
-    "the end of the overlap is not counted from the shard's first number": (
+    "your code does not count the overlap's end from the shard's first number": (
         _in,
         lambda first, last, old, start: (first - old, last),
         "both ends are counted from the shard's first number: section 3, step 4 (hole 5)",
     ),
-    "one number too few of each shard": (
+    "your code takes one number too few of each shard": (
         _in,
         lambda first, last, old, start: (first - old, last - old - 1),
         "stop is the first number that is not meant: section 3 (holes 4 and 5)",
     ),
-    "one number too many of a shard": (
+    "your code takes one number too many of a shard": (
         _in,
         lambda first, last, old, start: (first - old, last - old + 1),
         "stop is the first number that is not meant: section 3 (holes 4 and 5)",
     ),
-    "an overlap ends one number too late": (
+    "your overlap ends one number too late": (
         lambda start, stop, first, last: (max(start, first), min(stop, last) + 1),
         _cut,
         "stop is the first number that is not meant: section 3, step 1 (hole 4)",
     ),
-    "all numbers of the shard up to the overlap's end": (
+    "your code takes all numbers of the shard up to the overlap's end": (
         _in,
         lambda first, last, old, start: (0, last - old),
         "the overlap may begin within the shard: section 3, step 4 (hole 5)",
@@ -317,6 +317,8 @@ def _places(numbers: list[float] | str) -> str:
     """Return where in the vector these numbers lie, in words."""
     if isinstance(numbers, str):
         return numbers
+    if not numbers:
+        return "no numbers"
     known = NUMBERS.tolist()
     places = [str(known.index(x)) if x in known else "another array's" for x in numbers]
     return (
@@ -366,13 +368,13 @@ def _interval(exercise: ModuleType, save: float, between: float) -> Result:
         "not the best interval",
         "set the two parts of section 5 equal, and solve for τ (hole 6)",
         signs={
-            "an interruption loses half an interval, not a whole one": gives(
+            "your interruption loses a whole interval, not half of one": gives(
                 (save * between) ** 0.5
             ),
-            "the factor 2 is on the wrong side": gives((save * between / 2) ** 0.5),
-            "the 2 stands under the root": gives(2 * (save * between) ** 0.5),
-            "τ stands on both sides: its square is not yet τ": gives(2 * save * between),
-            "this is the part of the time that is lost, not the interval": gives(
+            "your factor 2 is on the wrong side": gives((save * between / 2) ** 0.5),
+            "your 2 stands before the root, not under it": gives(2 * (save * between) ** 0.5),
+            "your value is the square of τ, not yet τ": gives(2 * save * between),
+            "your value is the part of the time that is lost, not the interval": gives(
                 (2 * save / between) ** 0.5
             ),
         },

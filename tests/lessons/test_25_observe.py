@@ -22,35 +22,39 @@ from minidist.observe.power_cap import best_frequency, frequency_under, step_jou
 lab = load_module(lessons.find("25").part("experiments.py"), "25")
 RIGHT = right("25")
 WRONG = {
-    "the waiting ranks are blamed": {1: "[rank for rank, last in calls.items() if last == newest]"},
+    "blames the ranks that wait": {1: "[rank for rank, last in calls.items() if last == newest]"},
     "the culprit is missed": {3: "arrivals.argmin(axis=1)[delay > share * step]"},
     "not all that are behind": {
         1: "[rank for rank, last in calls.items() if last == min(calls.values())]"
     },
-    "only one of them is named": {1: "[min(calls, key=calls.get)]"},
+    "names only one of them": {1: "[min(calls, key=calls.get)]"},
     "of two late ranks neither is the only one": {2: "ordered[:, -1] - ordered[:, 0]"},
     "a false alarm": {3: "arrivals.argmax(axis=1)"},
     "only on the slow link the fastest are slow too": {4: "float(np.max(some))"},
     "the fastest are as fast as any": {4: "float(np.median(some))"},
-    "an array that is made or freed once changes this number": {
+    "changes by an array that is made or freed once": {
         5: "float(memory[-1] - memory[0]) / (len(memory) - 1)"
     },
-    "this is the memory itself": {5: "float(np.median(memory))"},
-    "the largest difference is one step": {5: "float(np.max(np.diff(memory)))"},
+    "gives the memory itself": {5: "float(np.median(memory))"},
+    "takes the largest difference": {5: "float(np.max(np.diff(memory)))"},
     "not what most steps add": {5: "float(memory[-1] - memory[-2])"},
     "not the first number": {6: "min(bad, key=lambda one: one[1])[2:] if bad else None"},
-    "while it rests, too": {7: "(static + dynamic * frequency ** 3) * (work / frequency + rest)"},
-    "takes longer at a lower frequency": {
+    "pays the dynamic watts while it rests, too": {
+        7: "(static + dynamic * frequency ** 3) * (work / frequency + rest)"
+    },
+    "takes as long at every frequency": {
         7: "static * (work / frequency + rest) + dynamic * frequency ** 3 * work"
     },
-    "the static watts are paid while it computes": {
+    "pays the static watts only while it rests": {
         7: "static * rest + dynamic * frequency ** 2 * work"
     },
-    "the static watts are paid while it rests": {
+    "pays the static watts only while it computes": {
         7: "static * work / frequency + dynamic * frequency ** 2 * work"
     },
-    "watts are no joules": {7: "static * (work / frequency + rest) + dynamic * frequency ** 3"},
-    "the dynamic watts fall with f³": {
+    "adds dynamic watts to joules": {
+        7: "static * (work / frequency + rest) + dynamic * frequency ** 3"
+    },
+    "your dynamic watts fall with f²": {
         7: "static * (work / frequency + rest) + dynamic * frequency * work"
     },
     "not the energy of a step": {7: "static + dynamic"},

@@ -15,34 +15,34 @@ RIGHT = right("26")
 WRONG = {
     "numbers are lost": {1: "chunk[:-1].tofile(file)"},
     "the right numbers in another order": {1: "chunk[::-1].tofile(file)"},
-    "a rank has written no such file": {1: 'chunk.tofile(folder / "all.bin")'},
+    "your code has written no such file": {1: 'chunk.tofile(folder / "all.bin")'},
     "other bytes than float64": {1: "chunk.astype(np.float32).tofile(file)"},
     "only one rank's digest": {2: "digest[None]"},
     "not every shard's digest": {2: "group.all_gather(digest[None])[:2]"},
-    "each byte of a digest became an entry": {2: "digest"},
+    "makes each byte of a digest an entry": {2: "digest"},
     "one rank's digest for every shard": {2: "[digest] * group.size"},
-    "the digests are in another order": {2: "group.all_gather(digest[None])[::-1]"},
+    "your digests are in another order": {2: "group.all_gather(digest[None])[::-1]"},
     "a torn manifest can be seen": {
         3: '(folder / "draft").rename(folder / "draft2")\n'
         '(folder / "manifest.json").write_text((folder / "draft2").read_text())'
     },
     "no manifest": {3: "None"},
-    "the overlap ends at my own stop": {4: "(max(start, old[rank]), stop)"},
-    "the overlap begins at my own start": {4: "(start, min(stop, old[rank + 1]))"},
-    "whole shards, instead of": {4: "(min(start, old[rank]), max(stop, old[rank + 1]))"},
-    "whole shards, instead of what": {4: "(old[rank], old[rank + 1])"},
-    "one number too few of each shard": {
+    "your overlap ends at the chunk's stop": {4: "(max(start, old[rank]), stop)"},
+    "your overlap begins at the chunk's start": {4: "(start, min(stop, old[rank + 1]))"},
+    "takes whole shards, instead of": {4: "(min(start, old[rank]), max(stop, old[rank + 1]))"},
+    "takes whole shards, instead of what": {4: "(old[rank], old[rank + 1])"},
+    "takes one number too few of each shard": {
         4: "(max(start, old[rank]), min(stop, old[rank + 1]) - 1)"
     },
     "other ranks' numbers": {5: "np.fromfile(file)"},
-    "the position in the vector is taken": {5: "np.fromfile(file)[first:last]"},
-    "counted from my chunk's start": {5: "np.fromfile(file)[first - start : last - start]"},
-    "each time the first numbers": {5: "np.fromfile(file)[: last - first]"},
-    "one number too many of a shard": {
+    "takes the position in the vector": {5: "np.fromfile(file)[first:last]"},
+    "counts from the chunk's start": {5: "np.fromfile(file)[first - start : last - start]"},
+    "takes the first numbers": {5: "np.fromfile(file)[: last - first]"},
+    "takes one number too many of a shard": {
         5: "np.fromfile(file)[first - old[rank] : last - old[rank] + 1]"
     },
-    "the overlap ends at the later stop": {4: "(max(start, old[rank]), max(stop, old[rank + 1]))"},
-    "the overlap begins at the earlier start": {
+    "your overlap ends at the later stop": {4: "(max(start, old[rank]), max(stop, old[rank + 1]))"},
+    "your overlap begins at the earlier start": {
         4: "(min(start, old[rank]), min(stop, old[rank + 1]))"
     },
     "and do not end where it ends": {5: "np.fromfile(file)[first - old[rank] :]"},
@@ -51,10 +51,10 @@ WRONG = {
     "all numbers of the shard up to the overlap's end": {
         5: "np.fromfile(file)[: last - old[rank]]"
     },
-    "the 2 stands under the root": {6: "2 * (save * between) ** 0.5"},
-    "an interruption loses half an interval": {6: "(save * between) ** 0.5"},
-    "the factor 2 is on the wrong side": {6: "(save * between / 2) ** 0.5"},
-    "its square is not yet": {6: "2 * save * between"},
+    "your 2 stands before the root": {6: "2 * (save * between) ** 0.5"},
+    "your interruption loses a whole interval": {6: "(save * between) ** 0.5"},
+    "your factor 2 is on the wrong side": {6: "(save * between / 2) ** 0.5"},
+    "the square of τ, not yet": {6: "2 * save * between"},
     "the part of the time that is lost": {6: "(2 * save / between) ** 0.5"},
     "not the best interval": {6: "save"},
 }
