@@ -181,9 +181,9 @@ def _text(node: ast.AST) -> str:
 
 
 def _is_told(text: str) -> bool:
-    """Return whether a student reads this text: words, not code."""
+    """Return whether a student reads this text: words, not code and no regular expression."""
     words = text.replace(GAP, "")
-    if " " not in text.strip() or not re.search("[A-Za-z]{2}", words):
+    if " " not in text.strip() or "\\" in text or not re.search("[A-Za-z]{2}", words):
         return False
     try:
         ast.parse(text)
