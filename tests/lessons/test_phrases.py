@@ -19,6 +19,8 @@ TOLD = Phrases(
         "{} of {} layers": "{1} 层中的 {0} 层",
         "{} rank": "{} 个 rank",
         "bytes, {}": "{} 的字节数",
+        "{} ({} line {})": "{}（{} 第 {} 行）",
+        "rank {} of {}": "{1} 的 rank {0}",
         "fill hole {}: {} ({} line {})": "请填空 {}：{}（{} 第 {} 行）",
         "which half? (section 1, step 2)": "哪一半？（第 1 节第 2 步）",
         "copy first: section 1 (hole 4)": "先复制：见第 1 节（空 4）",
@@ -38,6 +40,11 @@ TOLD = Phrases(
         (
             "fill hole 1: which half? (section 1, step 2) (a.py line 3)",
             "请填空 1：哪一半？（第 1 节第 2 步）（a.py 第 3 行）",
+        ),
+        ("rank 1 of dp=2", "dp=2 的 rank 1"),
+        (
+            "rank 0: list index out of range (a.py line 3)",
+            "rank 0: list index out of range（a.py 第 3 行）",
         ),
         ("another text", "another text"),
     ],
