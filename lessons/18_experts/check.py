@@ -344,7 +344,7 @@ def _biases(exercise: ModuleType) -> Result:
             "the busy are liked more": np.allclose(mine, -right),
             "the rate is missing": np.allclose(mine, right / 0.25),
             "the old biases are lost": np.allclose(mine + start, right),
-            "all move alike, by rate, whatever the distance": np.allclose(
+            "moved by the distance: each moves by rate, however far it is from the mean": np.allclose(
                 mine, 0.25 * (load.mean() - load)
             ),
             "an expert with the mean load moves, too": np.allclose(
