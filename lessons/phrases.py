@@ -29,6 +29,8 @@ from minidist.reading import read_toml
 
 FILE = "zh.toml"
 GAP = "{}"  # what a run fills in
+ERROR = "{} ({} line {})"  # the text of an exception, and where it was raised
+LEAST = 3  # words that a phrase with gaps must have of its own, to tell the text of an exception
 HOLES_ZH = re.compile(r"[：，,:]? ?（空 [^）]*）")
 
 Say = Callable[[str], str]
@@ -48,28 +50,33 @@ class Phrases:
         }
         self._whole = {english: text for english, text in every.items() if GAP not in english}
         gapped = sorted((e for e in every if GAP in e), key=lambda e: -len(e.replace(GAP, "")))
-        self._gapped = [(_patterns(english), every[english]) for english in gapped]
+        self._gapped = [(english, _pattern(english), every[english]) for english in gapped]
 
-    def say(self, text: str) -> str:
-        """Return a text in Chinese; the text itself if it has none."""
+    def say(self, text: str, *, least: int = 0) -> str:
+        """Return a text in Chinese; the text itself if it has none.
+
+        Args:    least: only phrases with so many words of their own beside the gaps: "{} of {}" must
+                 not tell "list index out of range".
+        """
         if text in self._whole:
             return self._whole[text]
-        for patterns, chinese in self._gapped:
-            for pattern in patterns:
-                if (found := pattern.fullmatch(text)) is not None:
-                    return _filled(chinese, [self.say(part) for part in found.groups()])
+        for english, pattern, chinese in self._gapped:
+            if len(re.findall("[A-Za-z]+", english)) < least:
+                continue
+            if (found := pattern.fullmatch(text)) is not None:
+                fewest = LEAST if english == ERROR else 0
+                return _filled(chinese, [self.say(part, least=fewest) for part in found.groups()])
         return text
 
 
-def _patterns(english: str) -> list[re.Pattern[str]]:
+def _pattern(english: str) -> re.Pattern[str]:
     """Return what matches a text whose gaps are filled in; a group is what fills one.
 
-    The first pattern takes no bracket without its other half into a gap: of `fill hole 1: what?
-    (section 1) (exercise.py line 3)` the hole's task is `what? (section 1)`.
+    A gap behind an opening bracket is filled within this bracket: the "{}" of "({} line {})".
     """
-    told = re.escape(english)
-    gaps = (r"((?:[^()]|\([^()]*\))+?)", "(.+?)")
-    return [re.compile(told.replace(re.escape(GAP), gap), re.DOTALL) for gap in gaps]
+    told = re.escape(english).replace(re.escape("(" + GAP), r"\(([^()]+?)")
+    told = told.replace(re.escape(GAP), "(.+?)")
+    return re.compile(told, re.DOTALL)
 
 
 def _filled(chinese: str, parts: list[str]) -> str:

@@ -67,22 +67,25 @@ def plain_hybrid(dp, pp, tp, inputs, targets, up, down, lr):
     for weights, gradient in ((up, x.T @ dinner), (down, inner.T @ dy)):  # 2.1 local gradients
         hole(
             8,
-            "2.2 add up and 2.3 update in place: over which group, and is it a sum or a mean?",
+            "add up, and update in place (section 1, step 5): over which group? A sum or a mean?",
             weights,
             gradient,
         )
 
 
 def norm(shards, whole, mesh):
-    """Return the norm of the whole model's gradient, the same on every rank, after step 2.2.
+    """Return the norm of the whole model's gradient, the same on every rank, after the sums of section
+    1, step 5.
 
     shards: this rank's parts of the gradients that are cut over tp (a list of arrays); whole: the
-    gradients that all ranks of tp hold in full (norms, biases of row linears). Each stage of the
-    pipeline has other gradients.
+    gradients that all ranks of tp hold in full (norm layers, biases of row-cut matrices). Each
+    stage of the pipeline has other gradients.
     """
     squares = sum(float((grad**2).sum()) for grad in shards)
-    squares += hole(9, "the squares of `whole`: on which rank of tp?", whole, mesh["tp"].rank)
-    total = hole(10, "added up over which group?", np.array([squares]))
+    squares += hole(
+        9, "the squares of `whole`: on which rank of tp? (section 6)", whole, mesh["tp"].rank
+    )
+    total = hole(10, "added up over which group? (section 6)", np.array([squares]))
     return float(np.sqrt(total[0]))
 
 

@@ -169,11 +169,12 @@ def balance(group: Group, page: Page) -> None:
             "step 1",
             f"step {LONG // 2 + 1}",
             f"step {LONG}",
-            "mean of last 10",
+            "busiest, last 10",
             "idlest, last 10",
         ],
         rows,
-        note="two experts a token: 50 % is as much as one can have",
+        note="two experts a token: 50 % is as much as one can have; last 10: the mean of the last 10 "
+        "steps",
     )
 
 

@@ -155,6 +155,8 @@ def ends_elsewhere() -> StepRecord:
 
 Part = tuple[Any, ...]
 
+NOBODY = "a call that ended before the wait for it began held up nobody"
+
 MISREAD = {
     "the path begins on the rank whose step was the longest": (
         "lambda one: record.windows[one][1]",
@@ -267,10 +269,31 @@ def _paths(exercise: ModuleType) -> Iterator[Result]:
             mistake,
             advice,
             signs={
-                wrong: Mistake(partial(_reads_so, record, ranks, old, new, found), why)
-                for wrong, (old, new, why) in MISREAD.items()
+                **{
+                    wrong: Mistake(partial(_reads_so, record, ranks, old, new, found), why)
+                    for wrong, (old, new, why) in MISREAD.items()
+                },
+                NOBODY: Mistake(
+                    _too_many(record, right, found),
+                    "keep a wait only if the rank stood still in it: section 1, step 2 (hole 2)",
+                ),
             },
         )
+
+
+def _too_many(record: StepRecord, right: list[Part], found: list[Part]) -> bool:
+    """Return whether a path has all calls of the right one, and others for which no rank stood
+    still."""
+    held = {
+        wait.call.name
+        for waits in record.waits
+        for wait in waits
+        if wait.call is not None and wait.start < min(wait.call.end, wait.stop)
+    }
+    calls = {call.name for call in record.calls}
+    mine = {part[0] for part in found} & calls
+    due = {part[0] for part in right} & calls
+    return due < mine and bool((mine - due) - held)
 
 
 def _reads_so(record: StepRecord, ranks: bool, old: str, new: str, found: list[Part]) -> bool:

@@ -58,7 +58,7 @@ WRONG = {
     "the factor E is missing": {7: "float(f @ chances.mean(axis=0))"},
     "a sum over tokens instead of the mean": {7: "experts * float(f @ chances.sum(axis=0))"},
     "the busy are liked more": {8: "rate * np.sign(load - load.mean())"},
-    "all move alike": {8: "rate * (load.mean() - load)"},
+    "moved by the distance": {8: "rate * (load.mean() - load)"},
 }
 
 

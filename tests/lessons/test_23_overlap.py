@@ -30,6 +30,7 @@ WRONG = {
     },
     "a call that was hidden is taken": {2: "wait.stop <= now"},
     "ends on the other rank only later": {2: "wait.start < wait.call.end <= now"},
+    "ended before the wait for it began held up nobody": {2: "wait.call.end <= now"},
     "the path stays on its rank": {4: "rank, call.begin"},
     "whoever asked last": {4: "1 - rank, call.begin"},
     "goes on to rank 0": {4: "0, call.begin"},
