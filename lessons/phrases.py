@@ -61,8 +61,12 @@ class Phrases:
 
 
 def _pattern(english: str) -> re.Pattern[str]:
-    """Return what matches a text whose gaps are filled in; a group is what fills one."""
-    told = re.escape(english).replace(re.escape(GAP), "(.+?)")
+    """Return what matches a text whose gaps are filled in; a group is what fills one.
+
+    A gap behind an opening bracket is filled within this bracket: the "{}" of "({} line {})".
+    """
+    told = re.escape(english).replace(re.escape("(" + GAP), r"\(([^()]+?)")
+    told = told.replace(re.escape(GAP), "(.+?)")
     return re.compile(told, re.DOTALL)
 
 
