@@ -5,10 +5,12 @@ Copy this file (`minidist lesson 15 --copy DIR`), replace each `hole(...)` by yo
 grade it: `minidist check 15 DIR/exercise_15.py`. Each rank keeps `run.shard`, its chunk of the
 summed gradient of each run of parameters (a bucket). What you may use:
 
-    group.reduce_scatter(x, out=y)                   y (this rank's chunk of x) = its sum over the
-                                                     ranks
+    group.reduce_scatter(x, out=y)                   y (this rank's chunk of x, cut as in lesson 14)
+                                                     = its sum over the ranks; x has any shape:
+                                                     there is nothing to flatten or pad
     group.all_gather(y, out=x)                       x = every rank's y, one after the other; y may
-                                                     not lie in x
+                                                     not lie in x: give it a copy
+    flat.chunk                                       the slice of flat's weights that is this rank's
     p.zero_grad()                                    lets p's gradient go: p.grad is None then
     group.start_reduce_scatter(x, out=y) -> handle   begins y (this rank's chunk of x) = its sum
                                                      over the ranks

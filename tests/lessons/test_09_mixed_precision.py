@@ -101,7 +101,7 @@ def test_how_much_of_a_weight_bf16_rounds_away() -> None:
     weights = np.linspace(1, 2, 100_001)
     error = (np.abs(weights.astype(ml_dtypes.bfloat16).astype(float) - weights) / weights).max()
     assert 0.99 * 2.0**-8 < error < 2.0**-8
-    assert "is off by up to 2^-8 of it" in " ".join(story.split())
+    assert "is off by up to 2^-8 of the number" in " ".join(story.split())
     assert "a disturbance of up to 2^-8 of each weight" in " ".join(
         page.read_text(encoding="utf-8").split()
     )
