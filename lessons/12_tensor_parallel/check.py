@@ -12,7 +12,7 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.console import plural
-from minidist.grading import Known, Result, expect, judge, named
+from minidist.grading import Known, Mistake, Result, expect, judge, named
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.nn.shares import head_shares
@@ -84,7 +84,7 @@ def _columns(exercise: ModuleType, heads: int, rank: int, size: int) -> Result:
             "head numbers, not columns": len(ours) == 3 * len(head_by_head),
             "only the queries": len(ours) == len(target) // 3,
             "in another order": sorted(ours) == sorted(target),
-            f"the {width} columns of a head lie side by side": ours[:width]
+            f"within the queries the {width} columns of a head lie side by side": ours[:width]
             != list(range(ours[0], ours[0] + width))
             and len(ours) == len(target),
             f"no keys, or no values: the keys begin at column {heads * width}": not any(
@@ -324,6 +324,11 @@ def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
             signs={
                 "exp overflows, or vanishes: take each token's own largest logit, of all ranks, "
                 "off first": not np.isfinite(ours).all(),
+                "sums under different maxima cannot be added": Mistake(
+                    not right
+                    and np.isclose(ours[0], _own_maxima(*_logits(scale), size), rtol=1e-9).any(),
+                    "use the maximum of all ranks: section 5 (holes 7, 8)",
+                ),
                 "ranks disagree: something was not joined": len(set(np.round(ours, 9))) > 1,
                 **{
                     mistake: not right and np.isclose(ours[0], wrong, rtol=1e-9)
@@ -339,6 +344,19 @@ def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
             "more travels than maximum, sum and target",
             "section 5 (holes 7, 8, 9)",
         )
+
+
+def _own_maxima(logits: np.ndarray, targets: np.ndarray, size: int) -> list[float]:
+    """Return rank 0's losses if each rank's sum is under its own maximum: with the maximum of all
+    ranks in the end, or with rank 0's."""
+    parts = [logits[:, own] for own in np.array_split(np.arange(VOCABULARY), size)]
+    target = np.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    sums = [np.exp(part - part.max(axis=1, keepdims=True)).sum(axis=1) for part in parts]
+    total = np.log(np.sum(sums, axis=0))
+    return [
+        float(np.mean(total + highest - target))
+        for highest in (logits.max(axis=1), parts[0].max(axis=1))
+    ]
 
 
 def _wrong_losses(logits: np.ndarray, targets: np.ndarray, size: int) -> dict[str, float]:

@@ -25,12 +25,12 @@ lab = load_module(HERE / "experiments.py", "12")
 RANKS = 4
 CONFIG = lab.CONFIG
 PLACES = {  # name -> (left, top) of its corner, in numbers; title
-    "tokens.weight": (0, 0, "tokens: V × h"),
-    "blocks.0.attention.qkv.weight": (75, 0, "qkv: h × 3h"),
-    "blocks.0.attention.out.weight": (246, 0, "out: h × h"),
-    "blocks.0.mlp.up.weight": (75, -90, "up: h × 4h"),
-    "blocks.0.mlp.down.weight": (321, 0, "down: 4h × h"),
-    "head.weight": (396, 0, "head: h × V"),
+    "tokens.weight": (0, 0, "embedding: V × h"),
+    "blocks.0.attention.qkv.weight": (87, 0, "qkv: h × 3h"),
+    "blocks.0.attention.out.weight": (258, 0, "out: h × h"),
+    "blocks.0.mlp.up.weight": (87, -90, "up: h × 4h"),
+    "blocks.0.mlp.down.weight": (333, 0, "down: 4h × h"),
+    "head.weight": (408, 0, "output head: h × V"),
 }
 
 

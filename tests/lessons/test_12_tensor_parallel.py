@@ -42,6 +42,10 @@ WRONG = {
     "or vanishes": {7: "np.full(len(targets), group.all_reduce(logits.max(), 'max'))"},
     "exp overflows": {7: "np.zeros(len(targets))"},
     "ten thousands on 3 ranks: inf": {7: 'group.all_reduce(logits.max(axis=1), "min")'},
+    "sums under different maxima cannot be added": {
+        8: "group.all_reduce(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1))"
+    },
+    "cannot be added: use the maximum of all ranks": {7: "logits.max(axis=1)"},
     "ranks disagree": {8: "np.exp(logits - highest[:, None]).sum(axis=1)"},
     "the target's logit is divided by the ranks": {9: "group.all_reduce(target) / group.size"},
     "a target's logit below 0 is lost": {9: 'group.all_reduce(target, "max")'},
