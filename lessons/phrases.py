@@ -61,8 +61,12 @@ class Phrases:
 
 
 def _pattern(english: str) -> re.Pattern[str]:
-    """Return what matches a text whose gaps are filled in; a group is what fills one."""
+    """Return what matches a text whose gaps are filled in; a group is what fills one.
+
+    What fills a gap before a bracket may have brackets of its own.
+    """
     told = re.escape(english).replace(re.escape(GAP), "(.+?)")
+    told = told.replace(r"(.+?)\ \(", r"(.+)\ \(")
     return re.compile(told, re.DOTALL)
 
 
