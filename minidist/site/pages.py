@@ -17,6 +17,7 @@ from pathlib import Path
 from minidist import lessons
 from minidist.errors import ConfigError
 from minidist.lessons.mermaid import as_text
+from minidist.lessons.twins import twin_of
 from minidist.site.live import Live, Say, data_of, every
 
 ROOT = lessons.FOLDER.parent
@@ -71,11 +72,7 @@ def write_sources(folder: Path, language: str) -> None:
 
 def page_text(page: Path, language: str, pages: list[Path], figures: list[Live]) -> str:
     """Return a page's text for Sphinx. Args: page: the English document's path from the root."""
-    source = ROOT / page
-    twin = source.with_name(f"{source.stem}.zh.md")
-    if language == "zh" and twin.is_file():
-        source = twin
-    text = source.read_text(encoding="utf-8")
+    text = shown(page, language).read_text(encoding="utf-8")
     text = re.sub(
         r"```mermaid\n(.*?)```", lambda m: f"```text\n{as_text(m[1])}\n```", text, flags=re.DOTALL
     )
@@ -87,6 +84,12 @@ def page_text(page: Path, language: str, pages: list[Path], figures: list[Live])
         if page.parts[:1] == ("lessons",) and page.parent.name.startswith(f"{figure.lesson}_"):
             text = _with_figure(text, figure, page)
     return text
+
+
+def shown(page: Path, language: str) -> Path:
+    """Return the file that a language's site shows as a page: the twin, or the English."""
+    twin = twin_of(ROOT / page)
+    return twin if language == "zh" and twin.is_file() else ROOT / page
 
 
 def _with_links(text: str, page: Path, language: str, pages: list[Path]) -> str:
@@ -107,6 +110,8 @@ def _with_links(text: str, page: Path, language: str, pages: list[Path]) -> str:
         if target not in pages:
             return words
         place = os.path.relpath(target, page.parent)
+        if shown(page, language) == ROOT / page and shown(target, language) != ROOT / target:
+            anchor = ""  # an English heading's, in a page whose headings are Chinese
         if anchor and target.name == "NOTES.md":  # an anchor in HTML, which Sphinx does not know
             return f'<a href="{place.removesuffix(".md")}.html{anchor}">{words}</a>'
         return f"[{words}]({place}{anchor or ''})"
@@ -172,7 +177,10 @@ def _depth(page: Path, pattern: str) -> bool:
 
 def _configuration(language: str) -> str:
     """Return Sphinx's conf.py."""
-    return f"""project = "minidist"
+    return f"""from sphinx.search.zh import SearchChinese
+
+SearchChinese.language_name = "English"  # its page asks for a stemmer by this name; Sphinx 9 has none for Chinese
+project = "minidist"
 extensions = ["myst_parser"]
 language = "{say(language)("en", "zh_CN")}"
 html_theme = "furo"
@@ -181,6 +189,7 @@ html_static_path = ["_static"]
 html_css_files = ["live.css"]
 html_js_files = ["live.js"]
 html_show_sphinx = False
+html_show_search_summary = False  # it would read pages by requests, which a folder does not answer
 html_copy_source = False
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header", "toc.not_included", "misc.highlighting_failure"]

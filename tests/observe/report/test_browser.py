@@ -7,12 +7,12 @@ selenium. `--basetemp DIR` keeps the screenshots that test_it_fits_every_screen 
 
 import base64
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import headless
 from report_runs import write_run
 
 from minidist.cli import main
@@ -77,27 +77,7 @@ def _give_memory(run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
-    from selenium.webdriver.chrome.service import Service
-
-    program = shutil.which("chromedriver")
-    chromium = shutil.which("chromium")
-    if program is None or chromium is None:
-        pytest.skip("needs chromium and chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for word in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--disable-dev-shm-usage",
-    ):
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    started = webdriver.Chrome(options=options, service=Service(program))
-    yield started
-    started.quit()
+    yield from headless()
 
 
 def opened(driver: Any, page: Path, *, width: int = 1280, scheme: str = "light") -> Any:
