@@ -120,6 +120,7 @@ def _one_pass(q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> np.n
         shrink = p if mistake == "score" else shrink
         shrink = np.exp(top - score) if mistake == "old and score" else shrink
         value = v.reshape(-1)[np.arange(WIDTH) * WIDTH + key] if mistake == "place" else v[key]
+        value = v[0] if mistake == "first" else value
         weighted = value if mistake == "weight" else p * value
         total = total * (1 if mistake in ("total", "swapped") else shrink)
         total = total + (p * shrink if mistake in ("new total", "swapped") else p)
@@ -172,6 +173,10 @@ MISTAKES = {
     "place": (
         "v is read at another place",
         "number i of this key's value is v[key * 8 + i]: the value's row comes first (hole 3)",
+    ),
+    "first": (
+        "the value of the first key each time",
+        "number i of this key's value is v[key * 8 + i]: `key` tells which row (hole 3)",
     ),
     "divided": (
         "divided inside the loop",
