@@ -48,22 +48,28 @@ class Phrases:
         }
         self._whole = {english: text for english, text in every.items() if GAP not in english}
         gapped = sorted((e for e in every if GAP in e), key=lambda e: -len(e.replace(GAP, "")))
-        self._gapped = [(_pattern(english), every[english]) for english in gapped]
+        self._gapped = [(_patterns(english), every[english]) for english in gapped]
 
     def say(self, text: str) -> str:
         """Return a text in Chinese; the text itself if it has none."""
         if text in self._whole:
             return self._whole[text]
-        for pattern, chinese in self._gapped:
-            if (found := pattern.fullmatch(text)) is not None:
-                return _filled(chinese, [self.say(part) for part in found.groups()])
+        for patterns, chinese in self._gapped:
+            for pattern in patterns:
+                if (found := pattern.fullmatch(text)) is not None:
+                    return _filled(chinese, [self.say(part) for part in found.groups()])
         return text
 
 
-def _pattern(english: str) -> re.Pattern[str]:
-    """Return what matches a text whose gaps are filled in; a group is what fills one."""
-    told = re.escape(english).replace(re.escape(GAP), "(.+?)")
-    return re.compile(told, re.DOTALL)
+def _patterns(english: str) -> list[re.Pattern[str]]:
+    """Return what matches a text whose gaps are filled in; a group is what fills one.
+
+    The first pattern takes no bracket without its other half into a gap: of `fill hole 1: what?
+    (section 1) (exercise.py line 3)` the hole's task is `what? (section 1)`.
+    """
+    told = re.escape(english)
+    gaps = (r"((?:[^()]|\([^()]*\))+?)", "(.+?)")
+    return [re.compile(told.replace(re.escape(GAP), gap), re.DOTALL) for gap in gaps]
 
 
 def _filled(chinese: str, parts: list[str]) -> str:

@@ -19,6 +19,8 @@ TOLD = Phrases(
         "{} of {} layers": "{1} 层中的 {0} 层",
         "{} rank": "{} 个 rank",
         "bytes, {}": "{} 的字节数",
+        "fill hole {}: {} ({} line {})": "请填空 {}：{}（{} 第 {} 行）",
+        "what? (section 1)": "什么？（第 1 节）",
         "copy first: section 1 (hole 4)": "先复制：见第 1 节（空 4）",
         "count them on {}: section 2 (holes 1, 2)": "在 {} 上数一数：见第 2 节（空 1、2）",
     }
@@ -33,6 +35,11 @@ TOLD = Phrases(
         ("copy first: section 1 (hole 4)", "先复制：见第 1 节（空 4）"),
         ("copy first: section 1", "先复制：见第 1 节"),  # as the grader leaves it
         ("count them on 1 rank: section 2", "在 1 个 rank 上数一数：见第 2 节"),
+        (
+            "fill hole 2: what? (section 1) (e.py line 3)",
+            "请填空 2：什么？（第 1 节）（e.py 第 3 行）",
+        ),
+        ("fill hole 2: a) (e.py line 3)", "请填空 2：a)（e.py 第 3 行）"),
         ("another text", "another text"),
     ],
 )
