@@ -92,15 +92,16 @@ def _run(
 def _broken(task: str, target: str, error: KernelError, holes: str) -> Result:
     """Return a failed result for a kernel that does not compile, or that broke a rule as it ran."""
     text = str(error)
-    compiled = "(g++)" not in text
-    return Result(
-        task,
-        False,
-        target if compiled else "C that compiles",
-        text,
-        "it broke a rule as it ran" if compiled else "g++ cannot read it",
-        holes,
-    )
+    if "(g++)" in text:
+        return Result(
+            task,
+            False,
+            "C that compiles",
+            "an error of g++",
+            "g++ cannot read it",
+            f"{holes}; {text}",
+        )
+    return Result(task, False, target, text, "it broke a rule as it ran", holes)
 
 
 # ----------------------------------------------------------------------------------- online softmax

@@ -111,7 +111,7 @@ def test_an_error_names_the_line_of_the_exercise(
     result = graded("22", {**RIGHT, hole: filling}, tmp_path)
     lines = (tmp_path / "exercise_22.py").read_text(encoding="utf-8").splitlines()
     number = next(number for number, text in enumerate(lines, 1) if line in text)
-    assert f"exercise_22.py:{number}" in result.results[-1].measured
+    assert f"exercise_22.py:{number}" in result.results[-1].line()
 
 
 @needs_compiler
