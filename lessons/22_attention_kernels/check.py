@@ -92,15 +92,16 @@ def _run(
 def _broken(task: str, target: str, error: KernelError, holes: str) -> Result:
     """Return a failed result for a kernel that does not compile, or that broke a rule as it ran."""
     text = str(error)
-    compiled = "(g++)" not in text
-    return Result(
-        task,
-        False,
-        target if compiled else "C that compiles",
-        text,
-        "it broke a rule as it ran" if compiled else "g++ cannot read it",
-        holes,
-    )
+    if "(g++)" in text:
+        return Result(
+            task,
+            False,
+            "C that compiles",
+            "an error of g++",
+            "g++ cannot read it",
+            f"{holes}; {text}",
+        )
+    return Result(task, False, target, text, "it broke a rule as it ran", holes)
 
 
 # ----------------------------------------------------------------------------------- online softmax
@@ -120,6 +121,7 @@ def _one_pass(q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> np.n
         shrink = p if mistake == "score" else shrink
         shrink = np.exp(top - score) if mistake == "old and score" else shrink
         value = v.reshape(-1)[np.arange(WIDTH) * WIDTH + key] if mistake == "place" else v[key]
+        value = v[0] if mistake == "first" else value
         weighted = value if mistake == "weight" else p * value
         total = total * (1 if mistake in ("total", "swapped") else shrink)
         total = total + (p * shrink if mistake in ("new total", "swapped") else p)
@@ -172,6 +174,10 @@ MISTAKES = {
     "place": (
         "v is read at another place",
         "number i of this key's value is v[key * 8 + i]: the value's row comes first (hole 3)",
+    ),
+    "first": (
+        "the value of the first key each time",
+        "number i of this key's value is v[key * 8 + i]: `key` tells which row (hole 3)",
     ),
     "divided": (
         "divided inside the loop",

@@ -131,6 +131,12 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
+def test_what_is_right_is_told_as_right(tmp_path: Path) -> None:
+    told = {result.task: result for result in graded("20", RIGHT, tmp_path).results}
+    assert told["weights on the host"].measured == told["weights on the host"].target
+    assert told["weights on the device"].measured == told["weights on the device"].target
+
+
 @pytest.mark.soak  # other lessons' wrong fillings are graded in the default run
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:

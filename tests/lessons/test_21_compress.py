@@ -153,4 +153,4 @@ def test_numbers_of_the_story() -> None:
     assert f"a step sends 1/{4 * times_fewer('4bit', 4):.0f} of DDP's bytes" in story
     assert f"= {1 / (1 / 5 + 4 / 5 / times_fewer('sign', 4)):.1f} in all" in story
     lesson = load_module(lessons.find("21").part("lesson.py"), "21")
-    assert len(lesson.SCHEMES) == 10 and "sends one gradient by ten of them" in story
+    assert len(lesson.SCHEMES) == 10 and "sends one gradient by ten of these schemes" in story

@@ -29,6 +29,7 @@ WRONG = {
     "the new term is scaled instead of the old sum": {2: '"total + p * shrink"'},
     "the old sum is divided by the factor": {2: '"total / shrink + p"'},
     "v is read at another place": {3: '"sum[i] * shrink + p * v[i * 8 + key]"'},
+    "the value of the first key each time": {3: '"sum[i] * shrink + p * v[i]"'},
     "divided inside the loop": {3: '"(sum[i] * shrink + p * v[key * 8 + i]) / total"'},
     "each term divided inside the loop": {3: '"sum[i] * shrink + p * v[key * 8 + i] / total"'},
     "not one string of letters": {4: '["B", "D"]'},
@@ -110,7 +111,7 @@ def test_an_error_names_the_line_of_the_exercise(
     result = graded("22", {**RIGHT, hole: filling}, tmp_path)
     lines = (tmp_path / "exercise_22.py").read_text(encoding="utf-8").splitlines()
     number = next(number for number, text in enumerate(lines, 1) if line in text)
-    assert f"exercise_22.py:{number}" in result.results[-1].measured
+    assert f"exercise_22.py:{number}" in result.results[-1].line()
 
 
 @needs_compiler

@@ -16,7 +16,9 @@ Three ways, from which `--checkpoint-blocks` and `checkpoint_blocks` choose:
     "all"       a block keeps its input; or numbers, "0,2,3": these blocks do
 
 What a rank holds at the most, L blocks, x bytes of a block's input (4·B·T·width in float32), a of
-all that a block keeps, s of its probabilities (4·B·heads·T²), e of embedding and output together:
+all that a block keeps, s of its probabilities, e of embedding and output together. On the host s is
+4·B·heads·T² up to QUERY_BLOCK tokens (64); for T = 128, 192 and 256 it is 4·B·heads·T·(T + 64)/2,
+because a block of 64 queries keeps only those of the keys up to its last query:
 
     "none"      L a + e
     "scores"    L (a - s) + e
