@@ -2,9 +2,12 @@
 
     python -m minidist.lessons.twins                 # what differs, of every pair
     python -m minidist.lessons.twins --same 10       # both languages say the same: stamp the sections of 10
+    python -m minidist.lessons.twins --same README.md    # the same of one document, by its whole path
 
 What code can compare, it compares: the numbers of sections, commands, code, printed blocks, links,
-pictures, folds, numbers, and the terms of the glossary. What a sentence says it cannot compare. So
+pictures, anchors, folds, numbers, and the terms of the glossary. A command's remark may be in either
+language. Where no section has a number, its place counts. What table.py writes into a document is
+left out: it makes both languages. What a sentence says code cannot compare. So
 twins.json keeps a stamp of each section: the digests of both languages, from the time when somebody
 read both. English that has changed since, beside Chinese that has not, is a fault; if both have
 changed, the stamp waits for --same.
@@ -21,11 +24,15 @@ from pathlib import Path
 from minidist import lessons
 from minidist.files import whole
 from minidist.lessons.glossary import Term, terms
+from minidist.lessons.table import BEGIN, END
 
 STAMPS = lessons.FOLDER / "twins.json"
 ROOT = lessons.FOLDER.parent
 HEAD = "0"  # the number of what stands before the first section
 SECTION = re.compile(r"^(##+) (\d+(?:\.\d+)*)\.? .*$", re.MULTILINE)
+HEADING = re.compile(r"^##+ .*$", re.MULTILINE)
+MADE = re.compile(rf"(?<={BEGIN}).*?(?={END})", re.DOTALL)
+REMARK = re.compile(r"(?:^|(?<=\s))# .*$", re.MULTILINE)  # of a command
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)]*)\)")
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?")
@@ -53,12 +60,16 @@ def pairs() -> list[Path]:
 
 def sections(text: str) -> dict[str, str]:
     """Return the text of each section by its number; HEAD's is what stands before the first."""
+    text = MADE.sub("", text)
     found = dict[str, str]()
     number = HEAD
     begin = 0
-    for head in SECTION.finditer(text):
+    heads = [(head, head[2]) for head in SECTION.finditer(text)]
+    if not heads:
+        heads = [(head, str(place)) for place, head in enumerate(HEADING.finditer(text), 1)]
+    for head, its_number in heads:
         found[number] = text[begin : head.start()]
-        number = head[2]
+        number = its_number
         begin = head.end()
     found[number] = text[begin:]
     return found
@@ -87,6 +98,7 @@ def _measures(english: str, chinese: str) -> Iterator[tuple[str, Counter[str], C
         ("code", _fences),
         ("comments", lambda text: re.findall(r"<!--.*?-->", text, re.DOTALL)),
         ("links", _links),
+        ("anchors", lambda text: re.findall(r'<a id="[^"]*">', text)),
         ("folds", lambda text: re.findall(r"</?details>", text)),
         ("code in lines", lambda text: re.findall(r"`[^`\n]+`", FENCE.sub("", text))),
         ("rows of tables", _rows),
@@ -96,7 +108,11 @@ def _measures(english: str, chinese: str) -> Iterator[tuple[str, Counter[str], C
 
 
 def _fences(text: str) -> list[str]:
-    return FENCE.findall(text)
+    """Return the blocks of code; of a remark behind a command only that it is there."""
+    return [
+        re.sub(r" +#", " #", REMARK.sub("#", fence)) if fence.startswith("```sh\n") else fence
+        for fence in FENCE.findall(text)
+    ]
 
 
 def _links(text: str) -> list[str]:
@@ -187,6 +203,20 @@ def label(document: Path) -> str:
     return document.relative_to(ROOT).as_posix()
 
 
+def chosen(names: list[str]) -> list[Path]:
+    """Return the documents whose path is one of the names, or has one that is no document's path
+    in it."""
+    whole_paths = {label(document) for document in pairs()}
+    return [
+        document
+        for document in pairs()
+        if any(
+            name == label(document) or (name not in whole_paths and name in label(document))
+            for name in names
+        )
+    ]
+
+
 def main() -> int:
     """Print what differs in every pair, or stamp pairs; return 1 if anything differs."""
     parser = argparse.ArgumentParser(prog="python -m minidist.lessons.twins", description=__doc__)
@@ -195,15 +225,16 @@ def main() -> int:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="stamp each pair whose path has NAME in it",
+        help="stamp each pair whose path is NAME, or has NAME in it where none is NAME",
     )
     arguments = parser.parse_args()
     kept = read_stamps()
+    stamped = chosen(arguments.same)
     faults = 0
     for document in pairs():
         english = document.read_text(encoding="utf-8")
         chinese = twin_of(document).read_text(encoding="utf-8")
-        if any(name in label(document) for name in arguments.same):
+        if document in stamped:
             kept[label(document)] = stamps_of(english, chinese)
         stamps = kept.get(label(document), {})
         for fault in [*differences(english, chinese), *old(english, chinese, stamps)]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from documents import (
     NEEDS,
+    TWINS,
     USERS,
     Command,
     File,
@@ -27,6 +28,7 @@ from minidist.cli import COMMANDS, _parser
 DOCUMENTS = sorted(
     {
         *USERS,
+        *TWINS,
         *(
             ROOT / name
             for name in (
@@ -131,7 +133,7 @@ def test_every_page_begins_with_what_its_reader_can_do() -> None:
         path.relative_to(ROOT)
         for path in (ROOT / "docs").rglob("*.md")
         if not re.match(
-            r"# [^\n]+\n\n(<!-- made by: |After this page you |This page says )",
+            r"# [^\n]+\n\n(<!-- made by: |After this page you |This page says |读完本页，你能)",
             path.read_text(encoding="utf-8"),
         )
     ]

@@ -37,8 +37,8 @@ def sources() -> list[Path]:
     ]
     return [
         path
-        for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *paths]
-        if path.suffix in (".md", ".py") and path.name != "NOTES.md"
+        for path in [*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md"), *paths]
+        if path.suffix in (".md", ".py") and path.name not in ("NOTES.md", "NOTES.zh.md")
     ]
 
 

@@ -96,16 +96,22 @@ def test_a_module_that_names_its_chapter_names_this_one(lesson: Lesson) -> None:
 @each_lesson
 def test_a_story_links_its_sections_of_the_notes_which_link_it(lesson: Lesson) -> None:
     text = lesson.part("README.md").read_text(encoding="utf-8")
-    index = (lessons.FOLDER / "NOTES.md").read_text(encoding="utf-8")
     assert renewed(text, links_to_notes(lesson)) == text, "run `python -m minidist.lessons.table`"
+    _links_and_is_linked(lesson, text, "")
     if (twin := lesson.part("README.zh.md")).is_file():
         text = twin.read_text(encoding="utf-8")
         assert renewed(text, links_in_chinese(lesson)) == text
-    links = re.findall(r"\]\(\.\./NOTES\.md#(n\d-\d+)\)", text)
+        _links_and_is_linked(lesson, text, ".zh")
+
+
+def _links_and_is_linked(lesson: Lesson, text: str, mark: str) -> None:
+    """Hold a story's text to the index of its language, whose names have `mark`."""
+    index = (lessons.FOLDER / f"NOTES{mark}.md").read_text(encoding="utf-8")
+    links = re.findall(rf"\]\(\.\./NOTES{re.escape(mark)}\.md#(n\d-\d+)\)", text)
     assert len(links) == sum(lesson.number in place.lessons for place in sections()) > 0
     for link in links:
         row = index.split(f'<a id="{link}"></a>')[1].split("\n")[0]
-        assert f"[{lesson.number}]({lesson.folder.name}/README.md)" in row
+        assert f"[{lesson.number}]({lesson.folder.name}/README{mark}.md)" in row
 
 
 def test_the_weeks_of_the_course_have_each_lesson_after_those_that_it_builds_on() -> None:

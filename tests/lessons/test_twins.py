@@ -109,6 +109,94 @@ def test_a_section_that_changed_must_be_read_again(
     assert [*twins.old(*texts, kept)] == found
 
 
+PLAIN = """# A page
+
+[中文](page.zh.md)
+
+## Begin
+
+<a id="here"></a>Install it.
+
+<!-- made by: python -m minidist.lessons.table -->
+- 7 lessons, and their bubble
+<!-- end -->
+
+```sh
+# once
+pip install -e .    # needs a network
+```
+
+## Look
+
+It has 2 tables.
+"""
+PLAIN_CHINESE = """# 一页
+
+[English](page.md)
+
+## 开始
+
+<a id="here"></a>安装。
+
+<!-- made by: python -m minidist.lessons.table -->
+- 七课
+<!-- end -->
+
+```sh
+# 只要一次
+pip install -e .  # 需要网络
+```
+
+## 查看
+
+有 2 张表。
+"""
+
+
+def test_sections_without_numbers_are_compared_by_their_place() -> None:
+    assert [*twins.sections(PLAIN)] == ["0", "1", "2"]
+    assert [*twins.differences(PLAIN, PLAIN_CHINESE)] == []
+
+
+@pytest.mark.parametrize(
+    ("now", "planted", "found"),
+    [
+        ("## 查看\n", "", "sections 0, 1, 2 beside 0, 1"),
+        ("2 张", "3 张", "section 2, numbers"),
+        ("-e .", ".", "section 1, code"),
+        ("  # 需要网络", "", "section 1, code"),
+        ('id="here"', 'id="there"', "section 1, anchors"),
+        ("(page.md)", "(pages.md)", "section 0, links"),
+    ],
+)
+def test_a_fault_in_a_page_without_numbers_is_found(now: str, planted: str, found: str) -> None:
+    assert now in PLAIN_CHINESE
+    told = [*twins.differences(PLAIN, PLAIN_CHINESE.replace(now, planted, 1))]
+    assert any(line.startswith(found) for line in told), told
+
+
+def test_what_is_made_needs_no_new_stamp() -> None:
+    kept = twins.stamps_of(PLAIN, PLAIN_CHINESE)
+    assert [*twins.old(PLAIN.replace("7 lessons", "8 lessons"), PLAIN_CHINESE, kept)] == []
+
+
+@pytest.mark.parametrize(
+    ("names", "stamped"),
+    [
+        (["README.md"], ["README.md"]),
+        (["docs"], ["docs/page.md"]),
+        (["10", "docs/page.md"], ["docs/page.md", "lessons/10_a/README.md"]),
+        ([], []),
+    ],
+)
+def test_a_document_is_chosen_by_its_path_or_a_part_of_it(
+    names: list[str], stamped: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = [twins.ROOT / name for name in ("README.md", "docs/page.md", "lessons/10_a/README.md")]
+    monkeypatch.setattr(twins, "pairs", lambda: there)
+    assert [twins.label(document) for document in twins.chosen(names)] == stamped
+
+
 def test_a_section_without_a_stamp_must_be_read() -> None:
     assert len([*twins.old(ENGLISH, CHINESE, {})]) == 3
 
@@ -122,5 +210,5 @@ def test_a_pair_says_the_same(document) -> None:
     kept = twins.read_stamps().get(twins.label(document), {})
     assert [*twins.old(english, chinese, kept)] == [], (
         "read both languages, then: python -m minidist.lessons.twins --same "
-        f"{document.parent.name[:2]}"
+        f"{twins.label(document)}"
     )

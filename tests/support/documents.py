@@ -7,7 +7,18 @@ from pathlib import Path
 
 from imports import ROOT
 
-USERS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "lessons/README.md"]
+TWINS = [
+    ROOT / "README.zh.md",
+    *sorted((ROOT / "docs").rglob("*.zh.md")),
+    *sorted((ROOT / "lessons").glob("*.zh.md")),
+]
+"""The Chinese twins, which have the same commands: minidist.lessons.twins."""
+
+USERS = [
+    ROOT / "README.md",
+    *sorted({*(ROOT / "docs").rglob("*.md")} - {*TWINS}),
+    ROOT / "lessons/README.md",
+]
 """The documents whose commands a test runs."""
 
 NEEDS = {
