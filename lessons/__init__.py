@@ -85,6 +85,10 @@ class Lesson:
         chinese = self.part("README.zh.md")
         return chinese if language == "zh" and chinese.is_file() else self.part("README.md")
 
+    def title_in(self, language: str) -> str:
+        """Return the title in a language, as the story's first line has it."""
+        return self.title if language == "en" else _title(self.story(language))
+
     @property
     def after(self) -> list[str]:
         """Return the lessons that it builds on directly."""
@@ -139,9 +143,15 @@ def find(number: str) -> Lesson:
 @cache
 def _read(folder: Path) -> Lesson:
     """Return what the head of a lesson's README.md says."""
-    lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
-    title = lines[0].lstrip("# ").split("·", 1)[-1].strip()
+    story = folder / "README.md"
+    lines = story.read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines[:12] if line.startswith("|")]
     notes, named = (cell.strip() for cell in rows[2].strip("|").split("|")[:2])
     modules = tuple(re.findall("`(.+?)`", named))
-    return Lesson(folder.name[:2], folder, title, notes, modules)
+    return Lesson(folder.name[:2], folder, _title(story), notes, modules)
+
+
+def _title(story: Path) -> str:
+    """Return the title in a story's first line."""
+    with story.open(encoding="utf-8") as text:
+        return text.readline().lstrip("# ").split("·", 1)[-1].strip()

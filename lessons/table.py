@@ -7,6 +7,8 @@ made from NOTES.md; and the terms of docs/words.md, made from glossary.toml.
 A test fails where a list or a table and a head differ.
 """
 
+from functools import partial
+
 from minidist import lessons
 from minidist.files import whole
 from minidist.lessons import Lesson
@@ -31,26 +33,31 @@ WEEKS = (
     "23 26",
 )
 """The lessons of each week of a course, each after those that it builds on (lessons.AFTER)."""
+HEADS = {
+    "en": "| lesson | chapter | notes | modules |",
+    "zh": "| 课 | 内容 | 笔记 | 模块 |",
+}
 SET_IN = {3: "1 set", 5: "1 due", 8: "2 set", 10: "2 due, 3 set", 12: "3 due"}
 """{week: assignments}; each is set in the week after the lessons that it needs."""
 
 
-def short_list(there: list[Lesson]) -> list[str]:
+def short_list(there: list[Lesson], language: str = "en") -> list[str]:
     """Return the list of README.md: number and title of each lesson, a line per lesson."""
     rows = []
     for lesson in there:
-        title = lesson.title.split(" (")[0]
-        rows.append(f"- [{lesson.number}](lessons/{lesson.folder.name}/README.md) {title}")
+        title = lesson.title_in(language).split(" (")[0]
+        story = f"lessons/{lesson.folder.name}/{lesson.story(language).name}"
+        rows.append(f"- [{lesson.number}]({story}) {title}")
     return rows
 
 
-def long_table(there: list[Lesson]) -> list[str]:
+def long_table(there: list[Lesson], language: str = "en") -> list[str]:
     """Return the table of lessons/README.md: each lesson with its notes and all of its modules."""
-    rows = ["| lesson | chapter | notes | modules |", "| --- | --- | --- | --- |"]
+    rows = [HEADS[language], "| --- | --- | --- | --- |"]
     for lesson in there:
-        story = f"[{lesson.number}]({lesson.folder.name}/README.md)"
+        story = f"[{lesson.number}]({lesson.folder.name}/{lesson.story(language).name})"
         modules = ", ".join(f"[`{module}`](../{module})" for module in lesson.modules)
-        rows.append(f"| {story} | {lesson.title} | {lesson.notes} | {modules} |")
+        rows.append(f"| {story} | {lesson.title_in(language)} | {lesson.notes} | {modules} |")
     return rows
 
 
@@ -108,7 +115,9 @@ def _places(lesson: Lesson, notes: str) -> list[str]:
 
 TABLES = {
     ROOT / "README.md": short_list,
+    ROOT / "README.zh.md": partial(short_list, language="zh"),
     lessons.FOLDER / "README.md": long_table,
+    lessons.FOLDER / "README.zh.md": partial(long_table, language="zh"),
     ROOT / "docs" / "words.md": words,
     ROOT / "docs" / "teaching" / "README.md": syllabus,
 }

@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+
 from minidist import lessons
 from minidist.files import whole
 from minidist.lessons.glossary import Term, terms
@@ -86,6 +88,9 @@ def differences(english: str, chinese: str) -> Iterator[str]:
             if mine != theirs:
                 yield f"section {number}, {what}: {_apart(mine, theirs)}"
         yield from (
+            f"section {number}: stars that do not close: {line}" for line in _stars(twin[number])
+        )
+        yield from (
             f"section {number}: {term.en} without {term.zh}"
             for term in terms()
             if _has(there[number], term) and not _has_chinese(twin[number], term)
@@ -133,6 +138,15 @@ def _numbers(text: str) -> list[str]:
     plain = re.sub(r"`[^`\n]+`|\]\([^)]*\)|<!--.*?-->", "", told, flags=re.DOTALL)
     plain = re.sub(r"(\d+(?:\.\d+)?) billion", lambda found: f"{10 * float(found[1]):g}", plain)
     return [f"{float(found.replace(',', '')):g}" for found in NUMBER.findall(plain)]
+
+
+def _stars(text: str) -> Iterator[str]:
+    """Yield the lines that show stars: behind a full stop and before a letter, stars do not end bold
+    letters."""
+    for token in MarkdownIt().enable("table").parse(text):
+        for child in token.children or ():
+            if child.type == "text" and "**" in child.content:
+                yield child.content
 
 
 def _has(text: str, term: Term) -> bool:

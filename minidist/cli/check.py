@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     lesson = lessons.find(args.lesson)
     check_writable("--json", args.json)
     file = Path(args.file) if args.file else lesson.part("exercise.py")
-    say = phrases_of(lesson).say if language(args) == "zh" else str
+    chosen = language(args)
+    say = phrases_of(lesson).say if chosen == "zh" else str
     template = ast.parse(lesson.part("exercise.py").read_text(encoding="utf-8"))
     result, printed = graded_and_written(
         args,
@@ -54,7 +55,11 @@ def run(args: argparse.Namespace) -> int:
         say=say,
     )
     show_printed(printed)
-    show(translated(result, say), f"Lesson {lesson.number} · {lesson.title}", say)
+    show(
+        translated(result, say),
+        say(f"Lesson {lesson.number}") + f" · {lesson.title_in(chosen)}",
+        say,
+    )
     if result.passed:
         passed.keep(lesson.number)
     elif result.holes:

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     _check_fit(args)
     check_writable("--json", args.json)
     if args.lesson is None:
-        return _list(args.json)
+        return _list(args.json, language(args))
     if not re.fullmatch(r"[0-9]+(_.*)?", args.lesson) and not _options_given(args):
         return _find(args.lesson)
     lesson = lessons.find(args.lesson)
@@ -162,7 +162,7 @@ def _find(question: str) -> int:
     return 0
 
 
-def _list(file: str | None) -> int:
+def _list(file: str | None, chosen: str) -> int:
     """Print the table of lessons, with their modules if the terminal is wide enough; return 0."""
     there = lessons.in_order()
     graded = passed.when()
@@ -171,7 +171,7 @@ def _list(file: str | None) -> int:
     rows = [
         [
             lesson.number,
-            f"{lesson.title}\n{lesson.notes}",
+            f"{lesson.title_in(chosen)}\n{lesson.notes}",
             str(lesson.minutes),
             " ".join(lesson.after),
             graded.get(lesson.number) or _left(begun.get(lesson.number)),

@@ -59,6 +59,23 @@ def citations(text: str) -> list[tuple[int, int, int, str]]:
     return found
 
 
+def not_said(chinese: str, documents: list[list[str]]) -> list[str]:
+    """The quotations 「…」 of a Chinese text that stand on no line which their paragraph cites."""
+    wrong = []
+    for paragraph in re.split(r"\n\s*\n|\n *[*|] ", chinese):
+        ranges = [(place[0], place[1], place[2]) for place in citations(paragraph)]
+        said = "\n".join(
+            "\n".join(documents[document][first - 1 : last]) for document, first, last in ranges
+        )
+        if ranges:
+            wrong += [
+                words
+                for words in re.findall("「(.+?)」", paragraph, re.DOTALL)
+                if words not in said.replace("**", "")
+            ]
+    return wrong
+
+
 def numbered_sections() -> dict[tuple[int, str], list[tuple[int, int, set[str]]]]:
     """Return the first and last line and the lessons of each row of the index, by document and
     number of a section.
@@ -239,11 +256,15 @@ def test_a_quotation_stands_on_the_line_that_is_cited() -> None:
             cited = "\n".join(documents[document][first - 1 : last])
             if not cited.strip():
                 wrong.append(f"{where}, an empty line or none")
-            for quotation in re.findall("「(.+?)」", behind, re.DOTALL):
+            quoted = re.findall("「(.+?)」", behind, re.DOTALL) if path in english() else []
+            for quotation in quoted:
                 checked += 1
                 if quotation not in cited.replace("**", ""):
                     wrong.append(f"{where}, which does not say {quotation}")
-        told = path.read_text(encoding="utf-8") if path in english() else ""
+        told = path.read_text(encoding="utf-8")
+        if path not in english():
+            wrong += [f"{path.relative_to(ROOT)}: {words}" for words in not_said(told, documents)]
+            continue
         for document, first, last, said in quoted_before(told):
             before += 1
             if bare(said) not in bare("\n".join(documents[document][first - 1 : last])):

@@ -1,7 +1,10 @@
 """A document and its Chinese twin say the same, section by section; a fault of each kind is found."""
 
+import re
+
 import pytest
 
+from minidist import lessons
 from minidist.lessons import twins
 
 ENGLISH = """# 10 · A lesson
@@ -80,6 +83,7 @@ def test_a_pair_that_says_the_same_has_no_difference() -> None:
         ("1.75 billion", "1.57 billion", "section 1, numbers"),
         ("1,024", "1,042", "section 1, numbers"),
         ("气泡", "泡沫", "section 1: bubble without 气泡"),
+        ("气泡占", "**气泡。**占", "section 1: stars that do not close: "),
     ],
 )
 def test_a_planted_fault_is_found(now: str, planted: str, found: str) -> None:
@@ -199,6 +203,13 @@ def test_a_document_is_chosen_by_its_path_or_a_part_of_it(
 
 def test_a_section_without_a_stamp_must_be_read() -> None:
     assert len([*twins.old(ENGLISH, CHINESE, {})]) == 3
+
+
+def test_every_lesson_has_its_twin() -> None:
+    stories = [lesson.part("README.md") for lesson in lessons.every_lesson()]
+    assert [*map(twins.label, stories)] == [
+        name for name in map(twins.label, twins.pairs()) if re.match(r"lessons/\d\d_", name)
+    ]
 
 
 @pytest.mark.parametrize("document", twins.pairs(), ids=twins.label)

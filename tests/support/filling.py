@@ -56,8 +56,6 @@ def graded(number: str, answers: Mapping[int, str], folder: Path) -> Grade:
 def english_left(lesson: Lesson, grade: Grade) -> list[str]:
     """What a grade still says in English, three words or more, to a student who reads Chinese; an
     error's own text may follow an advice."""
-    if not lesson.part("zh.toml").is_file():
-        return []
     told = list[str]()
     for result in translated(grade, phrases_of(lesson).say).results:
         is_error = result.mistake == "你的代码抛出了异常"
