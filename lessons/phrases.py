@@ -7,7 +7,7 @@ The code says everything in English. zh.toml beside it has the Chinese of each t
     "{} of {} layers have a gradient" = "{1} 层中有 {0} 层有梯度"
 
     [filled]                             what fills a gap, or is put together while the check runs
-    "{} cuts" = "{} 处切口"
+    "{} cuts" = "{} 个阶段边界"
 
 lessons/zh.toml has what several lessons say.
 

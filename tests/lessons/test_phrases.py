@@ -75,7 +75,11 @@ def test_every_text_has_its_chinese(lesson: lessons.Lesson) -> None:
 @pytest.mark.parametrize(
     ("now", "planted", "found"),
     [
-        ('"one cut, not all" = "只算了一处切口，没有算全部"', "", "no Chinese: one cut, not all"),
+        (
+            '"one cut, not all" = "只算了一个阶段边界，没有算全部"',
+            "",
+            "no Chinese: one cut, not all",
+        ),
         ("has no gradient", "has not a gradient", "nothing says: layer {} has not a gradient"),
         ("发给了 rank {}：那", "发给了 rank：那", "gaps: rank {} sends None to rank {}"),
     ],
@@ -110,7 +114,7 @@ def test_an_exercise_in_chinese_is_graded_in_chinese(level: str, tmp_path: Path)
     copied = minidist("lesson", "10", "--language", "zh", "--copy", str(tmp_path), "--level", level)
     assert copied.returncode == 0, copied.stderr
     file = tmp_path / "exercise_10.py"
-    assert "有几处切口，每处传几次，每次多大" in file.read_text(encoding="utf-8")
+    assert "有几个阶段边界，每个边界传几次，每次多大" in file.read_text(encoding="utf-8")
     marks = tmp_path / "results.json"
     graded = minidist("check", "10", str(file), "--gradescope", str(marks), LC_ALL="zh_CN.UTF-8")
     assert graded.returncode == 1
