@@ -10,8 +10,11 @@ import pytest
 from minidist.comm.cost.critical_path import PATHS
 from minidist.comm.cost.link_model import LinkCost
 from minidist.comm.cost.volume import FORMULAS, Case
+from minidist.grading import load_module
+from minidist.lessons import FOLDER
 from minidist.site.live import NAMES, Live, data_of, every
 from minidist.site.live.families import CALLS, LENGTHS, messages_of, seconds_of
+from minidist.site.live.schedules import RANKS, SCHEDULES, clock
 from minidist.site.pages import LANGUAGES, say
 
 MOST_PICTURES = 700
@@ -129,3 +132,20 @@ def test_the_families_send_what_the_formulas_say(size: int) -> None:
         assert (len(messages), sent) == (formula.messages_of(case), formula.bytes_of(case)), verb
     eight, seven = (seconds_of("all_reduce", "doubling", count, 512) for count in (8, 7))
     assert round(1e3 * eight) == 6 and round(1e3 * seven) == 8
+
+
+def test_the_schedules_have_the_bubbles_of_the_lesson() -> None:
+    lab = load_module(FOLDER / "11_pipeline" / "experiments.py", "11")
+    live = figure("schedules", "en")
+    for which, (_, name, chunks) in enumerate(SCHEDULES):
+        if chunks in (None, lab.CHUNKS):
+            _, ideal = lab.ideal_bubble(name, 4, 8)
+            facts = live.picture(which, RANKS.index(4), 2, 0).facts
+            assert f"the bubble is {ideal:.1%}" in facts[0], name
+    # the lesson's table of slow messages, and what a rank holds by the formula of schedules.py
+    assert [clock(which, 4, 8, 0.5).length for which in (0, 1, 3)] == [36, 41, 45]
+    held = [min(2 * (3 - rank) + 3 * 4 + 1, 4 * 8) / 4 for rank in range(4)]
+    picture = live.picture(3, RANKS.index(4), 2, 0)
+    assert ", ".join(f"{count:g}" for count in held) in picture.facts[1]
+    boxes = [shape for shape in picture.shapes if shape[0] == "r" and shape[5] in ("c0", "c7")]
+    assert len(boxes) == 4 * 4 * 8 + 2  # a forward a stage and microbatch, and the legend
