@@ -71,7 +71,7 @@ def figure(say: Say) -> Live:
             say(
                 "Four ranks. Rank r begins with r + 1 in each of its four chunks. After the three "
                 "steps of the reduce-scatter, how many chunks of rank 0 hold the whole sum, 10?",
-                "四个 rank。开始时 rank r 的四块数据都是 r + 1。规约散布走完 3 步后，rank 0 有几块是"
+                "四个 rank。开始时 rank r 的四块数据都是 r + 1。归约散射走完 3 步后，rank 0 有几块是"
                 "完整的和 10？",
             ),
             ("1", "3", "4"),
@@ -79,7 +79,7 @@ def figure(say: Say) -> Live:
             say(
                 "One: its own. The other chunks of rank 0 hold sums of some ranks; the all-gather "
                 "brings the whole ones.",
-                "1 块，就是它自己负责的那块。其他块只是部分 rank 的和，完整的和由全收集带来。",
+                "1 块，就是它自己负责的那块。其他块只是部分 rank 的和，完整的和由全聚集带来。",
             ),
         ),
         controls=(
@@ -116,7 +116,7 @@ def _picture(say: Say, size_at: int, step: int, lost: int) -> Picture:
             picture.box(x + 2, y + 2, CELL[0] - 4, CELL[1] - 4, color, str(value))
             if step < steps and chunk == sent[step]:
                 picture.box(x + 1, y + 1, CELL[0] - 2, CELL[1] - 2, "edge")
-    half = say("reduce-scatter", "规约散布") if step < size - 1 else say("all-gather", "全收集")
+    half = say("reduce-scatter", "归约散射") if step < size - 1 else say("all-gather", "全聚集")
     if step < steps:
         picture.facts.append(
             say(
