@@ -199,6 +199,8 @@ def test_routing_counts_what_real_ranks_exchange(place: tuple[int, ...]) -> None
     told = " ".join(picture.facts)
     assert f"{counted.away} rows travel" in told and size_text(counted.nbytes) in told
     assert f"e{np.argmax(counted.chosen)}," in told and f"{max(counted.rows)} rows" in told
+    labels = [shape[3] for shape in picture.shapes if shape[0] == "t" and " · r" in shape[3]]
+    assert labels == [f"e{expert} · r{expert * ranks // 8}" for expert in range(8)]
     crosses = [shape for shape in picture.shapes if shape[5:] == ["wrong", "×"]]
     missing = routing.routed(state, k)[capacity].kept[0]
     assert len(crosses) == (~missing).sum() + 1  # and that of the legend
