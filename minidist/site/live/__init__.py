@@ -15,7 +15,16 @@ from typing import Any
 Say = Callable[[str, str], str]
 """say(english, chinese) returns the text in the reader's language."""
 
-NAMES = ("families", "ring", "buckets", "edit_schedule", "schedules")
+NAMES = (
+    "families",
+    "ring",
+    "buckets",
+    "edit_schedule",
+    "schedules",
+    "cuts",
+    "mesh",
+    "routing",
+)
 """The modules of this package that hold a figure each, in the order of the course."""
 
 
