@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 import minidist as md
+from minidist import lessons
+from minidist.grading import load_module
 from minidist.parallel.context.ring_attention import visible
 from minidist.simulate.models import model
 from minidist.site.live import NAMES, Live, data_of, every
 from minidist.site.live.ring_attention import TOKENS, walked
+from minidist.site.live.sawtooth import CONFIG, SIZES, step_of, turning_points
 from minidist.site.live.zero_memory import MODELS
 from minidist.site.pages import LANGUAGES, say
 
@@ -129,3 +132,28 @@ def test_the_memory_of_zero_is_what_the_simulator_holds() -> None:
     (trace,) = md.simulate(plan, model("llama3-8b"), "h100:1x8", batch=8).traces
     state = sum(trace.now[category] for category in ("parameters", "gradients", "optimizer"))
     assert totals("llama3-8b", 3)[2] == f"{state / 1e9:.1f} GB ✓"
+
+
+def test_the_sawtooth_has_the_peaks_of_the_lessons_formula() -> None:
+    """The inputs of all segments but one, and a whole segment, to an input; forwards counted."""
+    lab = load_module(lessons.find("19").part("experiments.py"), "19")
+    each = lab.inside(CONFIG, 1)
+    layers = 48
+
+    def formula(size: int) -> int:
+        return (layers // size - 1) * each["all"] + size * each["none"]
+
+    assert step_of(layers, 3).peak - step_of(layers, 6).peak == formula(3) - formula(6)
+    for size in (1, 2, 3, 6):
+        less = step_of(layers, 6).peak - step_of(layers, size).peak
+        assert abs(less - (formula(6) - formula(size))) <= each["all"]
+    assert min(SIZES, key=lambda size: step_of(layers, size).peak) == 2
+    assert [step_of(layers, size).runs for size in SIZES] == [48, *[96] * 5]
+
+
+def test_the_sawtooth_keeps_every_peak_of_the_curve() -> None:
+    assert turning_points([1, 3, 5, 5, 2, 2, 4, 4]) == [(0, 1), (3, 5), (5, 2), (7, 4)]
+    step = step_of(6, 1)
+    assert max(height for _, height in turning_points(step.moments)) == max(step.moments)
+    teeth = [at for at, _ in turning_points(step.moments[: step.turn])]
+    assert len(teeth) >= 2 * 6  # up and down in each block

@@ -15,7 +15,7 @@ from typing import Any
 Say = Callable[[str, str], str]
 """say(english, chinese) returns the text in the reader's language."""
 
-NAMES = ("ring", "ring_attention", "zero_memory")
+NAMES = ("ring", "ring_attention", "zero_memory", "sawtooth")
 """The modules of this package that hold a figure each, in the order of the course."""
 
 
