@@ -168,11 +168,8 @@ def _draw_lanes(picture: Picture, say: Say, line: Timeline, scale: float) -> Non
         picture.text(LEFT - 8, y + 20, name, "end")
         picture.box(LEFT, y + 4, WIDTH, LANE - 10, "free")
         for span, color in spans:
-            width = (span.stop - span.start) * scale
-            if width >= 0.3:
-                picture.box(
-                    LEFT + span.start * scale, y + 4, max(width - 0.6, 0.3), LANE - 10, color
-                )
+            width = max((span.stop - span.start) * scale - 0.6, 0.8)
+            picture.box(LEFT + span.start * scale, y + 4, width, LANE - 10, color)
 
 
 def _draw_axis(picture: Picture, say: Say, scale: float) -> None:

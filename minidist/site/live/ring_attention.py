@@ -48,7 +48,7 @@ def _job(group: Any, is_zigzag: bool) -> tuple[np.ndarray, list[np.ndarray]]:
     return own, noted.seen
 
 
-class Walk(NamedTuple):
+class AttentionWalk(NamedTuple):
     """A ring's hops. Attributes: scores: (ranks, hops); hop, rank: of each pair of blocks
     (queries, keys): when and by whom it is multiplied; -1 where it lies ahead."""
 
@@ -58,7 +58,7 @@ class Walk(NamedTuple):
 
 
 @cache
-def walked(size: int, is_zigzag: bool) -> Walk:
+def walked(size: int, is_zigzag: bool) -> AttentionWalk:
     """Return what the plain ring multiplies, under its mask."""
     ranks = run(partial(_job, is_zigzag=is_zigzag), size=size)
     side = TOKENS // 2  # two blocks a rank, whichever the layout
@@ -72,7 +72,7 @@ def walked(size: int, is_zigzag: bool) -> Walk:
             blocks = own[queries_at] // side, keys[keys_at] // side
             hop_of[blocks] = hop
             rank_of[blocks] = rank
-    return Walk(scores, hop_of, rank_of)
+    return AttentionWalk(scores, hop_of, rank_of)
 
 
 def figure(say: Say) -> Live:
@@ -140,7 +140,7 @@ def _picture(say: Say, size_at: int, is_zigzag: int, hop: int) -> Picture:
     return picture
 
 
-def _draw_blocks(picture: Picture, say: Say, found: Walk, hop: int) -> None:
+def _draw_blocks(picture: Picture, say: Say, found: AttentionWalk, hop: int) -> None:
     """Draw the pairs of blocks: those done in the color of their rank, with their hop."""
     blocks = len(found.hop)
     cell = GRID / blocks

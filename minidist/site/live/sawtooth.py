@@ -24,7 +24,7 @@ BARS = LEFT + CHART[0] + 102
 BAR = (52, 36)  # the longest bar, and the distance of two
 
 
-class Segment(Module):
+class BlockSegment(Module):
     """Blocks of a GPT, one after the other."""
 
     def __init__(self, blocks: list[Module]) -> None:
@@ -36,7 +36,7 @@ class Segment(Module):
         return x
 
 
-class Step(NamedTuple):
+class ActivationCurve(NamedTuple):
     """A step's activation bytes at every module and every gradient, how many of these forward has,
     the peak, and how often a block ran forward."""
 
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 
 @cache
-def step_of(layers: int, size: int) -> Step:
+def step_of(layers: int, size: int) -> ActivationCurve:
     """Run forward and backward of a model with a checkpoint every `size` blocks (SIZES)."""
     config = replace(CONFIG, layers=layers)
     with account.use(account.MemoryAccount()) as memory:
@@ -72,13 +72,13 @@ def step_of(layers: int, size: int) -> Step:
         loss.backward()
         del loss
         note()
-        return Step(moments, turn, memory.peak["activations"], len(runs))
+        return ActivationCurve(moments, turn, memory.peak["activations"], len(runs))
 
 
 def _cut(model: Any, size: int, note: Any) -> None:
     """Let each `size` blocks of a model keep only their input."""
     blocks = model.blocks
-    model.blocks = [Segment(blocks[at : at + size]) for at in range(0, len(blocks), size)]
+    model.blocks = [BlockSegment(blocks[at : at + size]) for at in range(0, len(blocks), size)]
     for segment in model.blocks:
         segment.register_forward_hook(note)
     checkpoint(model.blocks)
@@ -163,7 +163,7 @@ def turning_points(heights: list[int]) -> list[tuple[int, int]]:
     return [*found, (len(heights) - 1, heights[-1])]
 
 
-def _draw_curve(picture: Picture, say: Say, step: Step, longest: int) -> None:
+def _draw_curve(picture: Picture, say: Say, step: ActivationCurve, longest: int) -> None:
     """Draw the bytes alive from the first module to the last gradient."""
     width, height = CHART
     bottom = TOP + height
