@@ -2,12 +2,15 @@
 
 import gzip
 import json
+import re
 import shlex
 from typing import Any
 
 import pytest
 
-from minidist.site.live import NAMES, Live, data_of, every
+from minidist import lessons
+from minidist.grading import load_module
+from minidist.site.live import NAMES, Live, checkpoint, data_of, every
 from minidist.site.pages import LANGUAGES, say
 
 MOST_PICTURES = 700
@@ -95,3 +98,23 @@ def test_the_ring_of_the_figure_sums() -> None:
     lost = live.picture(2, 14, 1)
     assert any("wrong" in fact for fact in lost.facts)
     assert any(shape[0] == "r" and shape[5] == "wrong" for shape in lost.shapes)
+
+
+def test_the_kept_time_of_the_checkpoint_figure_is_that_of_a_replay() -> None:
+    """Lesson 26's lab replays a run event by event; the figure has Daly's formula."""
+    lab = load_module(lessons.find("26").part("experiments.py"), "26")
+    live = figure("checkpoint", "en")
+    for place in ((2, 1, 0, 5), (3, 1, 1, 2), (1, 0, 0, 4)):
+        (told,) = re.findall(r"([\d.]+)% of the time", live.picture(*place).facts[0])
+        save, between, restart, interval = (
+            seconds[at]
+            for seconds, at in zip(
+                (checkpoint.SAVES, checkpoint.BETWEEN, checkpoint.RESTARTS, checkpoint.INTERVALS),
+                place,
+                strict=True,
+            )
+        )
+        days = 400 * 86_400.0
+        moments = lab.interruptions(between, days, seed=1)
+        spans = lab.replay(interval, moments, save=save, restart=restart, seconds=days)
+        assert float(told) == pytest.approx(100 * lab.kept(spans), abs=1.0)
