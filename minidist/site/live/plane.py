@@ -61,11 +61,9 @@ class Plane:
         inside = [(self.across(x), self.up(y)) for x, y in points if low <= x <= high]
         picture.line([(round(x), round(y)) for x, y in inside], look)
 
-    def mark(
-        self, picture: Picture, x: float, y: float, look: str, side: float = 9, text: str = ""
-    ) -> None:
-        """Draw a small square at a point, cut off at the picture's axes."""
-        picture.box(self.across(x) - side / 2, self.up(y) - side / 2, side, side, look, text)
+    def mark(self, picture: Picture, x: float, y: float, look: str, side: float = 9) -> None:
+        """Draw a small square at a point."""
+        picture.box(self.across(x) - side / 2, self.up(y) - side / 2, side, side, look)
 
 
 def _part(number: float, ends: tuple[float, float], is_log: bool) -> float:
