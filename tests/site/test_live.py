@@ -10,7 +10,7 @@ import pytest
 
 from minidist import lessons
 from minidist.grading import load_module
-from minidist.site.live import NAMES, Live, checkpoint, data_of, every, roofline
+from minidist.site.live import NAMES, Live, checkpoint, compression, data_of, every, roofline
 from minidist.site.pages import LANGUAGES, say
 
 MOST_PICTURES = 700
@@ -141,3 +141,14 @@ def test_the_roofline_has_the_table_of_the_lesson() -> None:
         assert endless == pytest.approx(float(long), abs=0.006)
     one_tile = roofline.product_rung(5, 128)
     assert one_tile.operations == 2 * 128**3 and one_tile.nbytes == 3 * 128 * 128 * 2
+
+
+def test_the_times_of_compression_are_those_of_the_page_of_the_machine() -> None:
+    """docs/measured has the bench's own table, at its own target."""
+    page = (lessons.FOLDER.parent / "docs" / "measured" / "intel-xeon.md").read_text("utf-8")
+    (target,) = re.findall(r"the validation loss is ([\d.]+) .* 3\.24 million", page)
+    for text, name in compression.SHOWN.items():
+        (row,) = re.findall(rf"^│ {re.escape(text)} +│(.*(?:never|\)) │)$", page, re.MULTILINE)
+        cells = [cell.split()[0] for cell in row.split("│")[3:7]]
+        found = [compression.reached(float(target), link)[name].seconds for link in range(4)]
+        assert cells == ["never" if each is None else f"{each:,.1f}" for each in found]
