@@ -10,7 +10,16 @@ import pytest
 
 from minidist import lessons
 from minidist.grading import load_module
-from minidist.site.live import NAMES, Live, checkpoint, compression, data_of, every, roofline
+from minidist.site.live import (
+    NAMES,
+    Live,
+    checkpoint,
+    compression,
+    data_of,
+    every,
+    roofline,
+    sick_job,
+)
 from minidist.site.pages import LANGUAGES, say
 
 MOST_PICTURES = 700
@@ -152,3 +161,22 @@ def test_the_times_of_compression_are_those_of_the_page_of_the_machine() -> None
         cells = [cell.split()[0] for cell in row.split("│")[3:7]]
         found = [compression.reached(float(target), link)[name].seconds for link in range(4)]
         assert cells == ["never" if each is None else f"{each:,.1f}" for each in found]
+
+
+def test_the_rules_of_the_sick_jobs_name_what_was_planted() -> None:
+    rules = ("hang", "slow rank", "slow link", "leak", "not finite")
+    live = figure("sick_job", "en")
+    for number, kind in enumerate(sick_job.JOBS, start=1):
+        for turn in (1, 2):
+            job = sick_job.job_of(number, turn)
+            planted = [job.culprit] if kind == "leak" else job.culprit
+            assert sick_job.answers(number, turn) == tuple(
+                planted if rule == kind else None for rule in rules
+            )
+            for record, rule in enumerate(rules):
+                shapes = live.picture(number - 1, record, 1, turn - 1).shapes
+                marked = [shape for shape in shapes if shape[0] == "r" and shape[5] == "wrong"]
+                assert bool(marked) == (rule == kind), (kind, rule)
+                hidden = live.picture(number - 1, record, 0, turn - 1)
+                assert not any(shape[5:6] == ["wrong"] for shape in hidden.shapes)
+                assert len(hidden.facts) == 1 and kind not in hidden.command
