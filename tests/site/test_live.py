@@ -10,6 +10,7 @@ import pytest
 
 from minidist import lessons
 from minidist.grading import load_module
+from minidist.simulate.simulate import simulate
 from minidist.site.live import (
     NAMES,
     Live,
@@ -19,6 +20,7 @@ from minidist.site.live import (
     every,
     roofline,
     sick_job,
+    thousand,
 )
 from minidist.site.pages import LANGUAGES, say
 
@@ -180,3 +182,16 @@ def test_the_rules_of_the_sick_jobs_name_what_was_planted() -> None:
                 hidden = live.picture(number - 1, record, 0, turn - 1)
                 assert not any(shape[5:6] == ["wrong"] for shape in hidden.shapes)
                 assert len(hidden.facts) == 1 and kind not in hidden.command
+
+
+def test_the_estimate_of_the_thousand_gpus_is_that_of_a_replay() -> None:
+    """md.simulate uses none of the planner's formulas. One plan: it takes a second."""
+    found = thousand.table_of("llama2-70b")
+    choice = found.choice(thousand.ModelCut(pp=1, tp=1, zero=3, recompute=1))
+    replayed = simulate(choice.plan, found.ranking.config, found.ranking.cluster, batch=1024)
+    (told,) = re.findall(
+        r"([\d.]+) s a step", figure("thousand", "en").picture(0, 0, 0, 2, 1).facts[0]
+    )
+    assert float(told) == pytest.approx(replayed.step_seconds, rel=0.01)
+    peak = replayed.peak(replayed.fullest)["total"]
+    assert choice.total == pytest.approx(peak, rel=0.04) and replayed.fits

@@ -15,7 +15,7 @@ from typing import Any
 Say = Callable[[str, str], str]
 """say(english, chinese) returns the text in the reader's language."""
 
-NAMES = ("ring", "compression", "roofline", "sick_job", "checkpoint")
+NAMES = ("ring", "compression", "roofline", "thousand", "sick_job", "checkpoint")
 """The modules of this package that hold a figure each, in the order of the course."""
 
 
