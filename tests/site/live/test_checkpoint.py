@@ -1,0 +1,44 @@
+"""The numbers of the live figure `checkpoint`, computed another way."""
+
+import gzip
+import json
+import re
+import shlex
+from typing import Any
+import pytest
+from minidist import lessons
+from minidist.grading import load_module
+from minidist.simulate.simulate import simulate
+from minidist.site.live import (
+    NAMES,
+    Live,
+    checkpoint,
+    compression,
+    data_of,
+    every,
+    roofline,
+    sick_job,
+    thousand,
+)
+from minidist.site.pages import LANGUAGES, say
+from figures_of import figure
+
+
+def test_the_kept_time_of_the_checkpoint_figure_is_that_of_a_replay() -> None:
+    """Lesson 26's lab replays a run event by event; the figure has Daly's formula."""
+    lab = load_module(lessons.find("26").part("experiments.py"), "26")
+    live = figure("checkpoint", "en")
+    for place in ((2, 1, 0, 5), (3, 1, 1, 2), (1, 0, 0, 4)):
+        (told,) = re.findall(r"([\d.]+)% of the time", live.picture(*place).facts[0])
+        save, between, restart, interval = (
+            seconds[at]
+            for seconds, at in zip(
+                (checkpoint.SAVES, checkpoint.BETWEEN, checkpoint.RESTARTS, checkpoint.INTERVALS),
+                place,
+                strict=True,
+            )
+        )
+        days = 400 * 86_400.0
+        moments = lab.interruptions(between, days, seed=1)
+        spans = lab.replay(interval, moments, save=save, restart=restart, seconds=days)
+        assert float(told) == pytest.approx(100 * lab.kept(spans), abs=1.0)
