@@ -22,8 +22,17 @@ NAMES = (
     "edit_schedule",
     "schedules",
     "cuts",
+    "ring_attention",
+    "zero_memory",
     "mesh",
     "routing",
+    "sawtooth",
+    "offload_lanes",
+    "compression",
+    "roofline",
+    "thousand",
+    "sick_job",
+    "checkpoint",
 )
 """The modules of this package that hold a figure each, in the order of the course."""
 

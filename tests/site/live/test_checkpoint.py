@@ -1,27 +1,15 @@
 """The numbers of the live figure `checkpoint`, computed another way."""
 
-import gzip
-import json
 import re
-import shlex
-from typing import Any
+
 import pytest
+from figures_of import figure
+
 from minidist import lessons
 from minidist.grading import load_module
-from minidist.simulate.simulate import simulate
 from minidist.site.live import (
-    NAMES,
-    Live,
     checkpoint,
-    compression,
-    data_of,
-    every,
-    roofline,
-    sick_job,
-    thousand,
 )
-from minidist.site.pages import LANGUAGES, say
-from figures_of import figure
 
 
 def test_the_kept_time_of_the_checkpoint_figure_is_that_of_a_replay() -> None:

@@ -1,27 +1,11 @@
 """The numbers of the live figure `compression`, computed another way."""
 
-import gzip
-import json
 import re
-import shlex
-from typing import Any
-import pytest
+
 from minidist import lessons
-from minidist.grading import load_module
-from minidist.simulate.simulate import simulate
 from minidist.site.live import (
-    NAMES,
-    Live,
-    checkpoint,
     compression,
-    data_of,
-    every,
-    roofline,
-    sick_job,
-    thousand,
 )
-from minidist.site.pages import LANGUAGES, say
-from figures_of import figure
 
 
 def test_the_times_of_compression_are_those_of_the_page_of_the_machine() -> None:

@@ -1,27 +1,14 @@
 """The numbers of the live figure `roofline`, computed another way."""
 
-import gzip
-import json
 import re
-import shlex
-from typing import Any
+
 import pytest
-from minidist import lessons
-from minidist.grading import load_module
-from minidist.simulate.simulate import simulate
-from minidist.site.live import (
-    NAMES,
-    Live,
-    checkpoint,
-    compression,
-    data_of,
-    every,
-    roofline,
-    sick_job,
-    thousand,
-)
-from minidist.site.pages import LANGUAGES, say
 from figures_of import figure
+
+from minidist import lessons
+from minidist.site.live import (
+    roofline,
+)
 
 
 def test_the_roofline_has_the_table_of_the_lesson() -> None:

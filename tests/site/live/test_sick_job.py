@@ -1,27 +1,10 @@
 """The numbers of the live figure `sick_job`, computed another way."""
 
-import gzip
-import json
-import re
-import shlex
-from typing import Any
-import pytest
-from minidist import lessons
-from minidist.grading import load_module
-from minidist.simulate.simulate import simulate
-from minidist.site.live import (
-    NAMES,
-    Live,
-    checkpoint,
-    compression,
-    data_of,
-    every,
-    roofline,
-    sick_job,
-    thousand,
-)
-from minidist.site.pages import LANGUAGES, say
 from figures_of import figure
+
+from minidist.site.live import (
+    sick_job,
+)
 
 
 def test_the_rules_of_the_sick_jobs_name_what_was_planted() -> None:
