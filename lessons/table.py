@@ -7,7 +7,9 @@ made from NOTES.md; and the terms of docs/words.md, made from glossary.toml.
 A test fails where a list or a table and a head differ.
 """
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from minidist import lessons
 from minidist.files import whole
@@ -113,7 +115,7 @@ def _places(lesson: Lesson, notes: str) -> list[str]:
     return [f"[{place.where}](../{notes}#{place.anchor})" for place in held]
 
 
-TABLES = {
+TABLES: dict[Path, Callable[[list[Lesson]], list[str]]] = {
     ROOT / "README.md": short_list,
     ROOT / "README.zh.md": partial(short_list, language="zh"),
     lessons.FOLDER / "README.md": long_table,

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from figures_of import figure
+from live_figures import figure
 
 from minidist import lessons
 from minidist.grading import load_module

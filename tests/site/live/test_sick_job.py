@@ -1,6 +1,6 @@
 """The numbers of the live figure `sick_job`, computed another way."""
 
-from figures_of import figure
+from live_figures import figure
 
 from minidist.site.live import (
     sick_job,

@@ -1,6 +1,6 @@
 """The numbers of the live figure `zero_memory`, computed another way."""
 
-from figures_of import figure
+from live_figures import figure
 
 import minidist as md
 from minidist.simulate.models import model
