@@ -12,8 +12,8 @@ from minidist.site.live import NAMES, Live, data_of, every
 from minidist.site.pages import LANGUAGES, say
 
 MOST_PICTURES = 700
-MOST_BYTES = 40_000  # of a figure's numbers, compressed
-MOST_TOGETHER = 400_000
+MOST_BYTES = 50_000  # of a figure, compressed
+MOST_TOGETHER = 320_000
 QUICK = 12  # positions of a figure that the default run draws
 
 

@@ -93,7 +93,7 @@ class Picture:
         self.shapes.append(["t", _short(x), _short(y), text, *([look] if look else [])])
 
     def line(self, points: Sequence[tuple[float, float]], look: str = "") -> None:
-        """Draw a line through points. Args: look: classes: c0 … c7, thick, dashed, arrow."""
+        """Draw a line through points. Args: look: classes: c0 … c7, thick, dashed."""
         told = " ".join(f"{_short(x)},{_short(y)}" for x, y in points)
         self.shapes.append(["l", told, *([look] if look else [])])
 
@@ -130,8 +130,19 @@ def every(say: Say) -> list[Live]:
 
 
 def data_of(live: Live) -> dict[str, Any]:
-    """Return what the page reads of a figure."""
+    """Return what the page reads of a figure: each shape once, and pictures as lists of their
+    places."""
     pictures = [live.picture(*place) for place in live.positions()]
+    places: dict[str, int] = {}
+    shapes = list[list[Any]]()
+    drawn = list[list[int]]()
+    for picture in pictures:
+        keys = [repr(shape) for shape in picture.shapes]
+        for key, shape in zip(keys, picture.shapes, strict=True):
+            if key not in places:
+                places[key] = len(shapes)
+                shapes.append(shape)
+        drawn.append([places[key] for key in keys])
     return {
         "size": live.size,
         "choices": live.predict.choices,
@@ -139,5 +150,9 @@ def data_of(live: Live) -> dict[str, Any]:
         "why": live.predict.why,
         "controls": [[control.label, control.values] for control in live.controls],
         "start": live.start or (0,) * len(live.controls),
-        "pictures": [[picture.shapes, picture.facts, picture.command] for picture in pictures],
+        "shapes": shapes,
+        "pictures": [
+            [shown, picture.facts, picture.command]
+            for shown, picture in zip(drawn, pictures, strict=True)
+        ],
     }

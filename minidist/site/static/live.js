@@ -53,7 +53,7 @@
         inputs[i].setAttribute("aria-valuetext", values[inputs[i].value]);
       });
       const [shapes, told, run] = data.pictures[place];
-      svg.replaceChildren(...shapes.flatMap((one) => drawn(one, choose)));
+      svg.replaceChildren(...shapes.flatMap((at) => drawn(data.shapes[at], choose)));
       facts.replaceChildren(...told.map((fact) => make("li", {}, fact)));
       command.textContent = run;
     };
