@@ -147,7 +147,7 @@ WITH_PARTS = [
     name for name, path in USERS_BY_NAME.items() if parts(path.read_text(encoding="utf-8"))
 ]
 OF_OTHERS = (
-    *("eval", "python", "pip", "pytest", "curl", "docker", "kubectl"),
+    *("eval", "python", "pip", "pytest", "curl", "docker", "kubectl", "jupyter"),
     *("mpirun", "srun", "sbatch", "torchrun"),
 )
 SCRIPTS = ("tests/clusters/up.sh", "benchmarks/gpu.sh")

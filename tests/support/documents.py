@@ -30,6 +30,8 @@ NEEDS = {
     "Kubernetes": "tests/launch/test_job_files.py, on the variables of its pods",
     "root": "pytest -m cluster",
     "a clone and a network": ".ci/run installs",
+    "a clone and Sphinx": "tests/site/test_pages.py",
+    "Jupyter": "tests/lessons/test_notebook.py, in a kernel without a browser",
     "a clone": "tests/lessons/test_drawn.py, tests/lessons/test_printed.py, "
     "tests/benchmarks/test_gpu_script.py",
     "several minutes": "tests/benchmarks/test_gpu_script.py",
