@@ -100,6 +100,9 @@ def _markdown(text: str, lesson: Lesson) -> Cell:
     }
     for name in pictures:
         text = text.replace(f"]({name})", f"](attachment:{name})")
+    # an installed package has no pictures: their words stay, and what draws them
+    drawn = rf"*\1* (`minidist lesson {lesson.number} --figure`)"
+    text = re.sub(r"!\[([^\]]*)\]\((?!attachment:)[^)]*\)", drawn, text)
     cell = _cell("markdown", without_links(text).rstrip())
     return {**cell, "attachments": pictures} if pictures else cell
 
