@@ -267,9 +267,15 @@ def alike(before: tuple[str, ...], after: list[str]) -> bool:
 
 
 def documents() -> list[Path]:
-    """Return every document of the repository."""
+    """Return every English document of the repository."""
     return sorted(
-        [*ROOT.glob("*.md"), *lessons.FOLDER.rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+        path
+        for path in (
+            *ROOT.glob("*.md"),
+            *lessons.FOLDER.rglob("*.md"),
+            *(ROOT / "benchmarks").rglob("*.md"),
+        )
+        if not path.name.endswith(".zh.md")  # twins.py holds its blocks to the English ones'
     )
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from minidist.console import Parser, folder_to_write
 from minidist.errors import ConfigError, MinidistError
 from minidist.files import scratch
+from minidist.launch.own_python import code_command
 from minidist.progress import progress
 from minidist.site.pages import LANGUAGES, write_sources
 
+SPHINX = "from sphinx.cmd.build import main; raise SystemExit(main(sys.argv[1:]))"
 FIRST = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>minidist</title>
 <script>location.replace((navigator.language.startsWith("zh") ? "zh" : "en") + "/index.html")</script>
@@ -30,9 +32,9 @@ def build(out: Path) -> None:
     for language in LANGUAGES:
         with scratch() as folder, progress(f"building the site: {language}"):
             write_sources(folder, language)
-            command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+            options = ("-q", "-W", "--keep-going", "-b", "html", "-j", "auto")
             done = subprocess.run(
-                [*command, "-j", "auto", str(folder), str(out / language)],
+                code_command(SPHINX, *options, str(folder), str(out / language)),
                 capture_output=True,
                 text=True,
                 errors="replace",

@@ -334,7 +334,7 @@ def test_the_mnist_example_trains_the_same_model_on_any_number_of_ranks() -> Non
             "04",
             4,
             "two machines; between them",
-            "section 4 of the output (the lesson's fourth table) has messages",
+            "Section 4 of the output has messages",
         ),
         ("10", 3, "N2:166", "The lesson's third table cuts a model of that size"),
     ],
@@ -359,10 +359,10 @@ def test_a_table_that_a_story_counts_is_at_that_place(
             "Under `mpirun` section 5.1 of the output compares a **one-sided** message",
         ),
         ("04", "6  Several spines", "Section 6 of the output takes 16 machines"),
-        ("04", "7  Where ranks lie", "bytes from machine to machine (section 7 of the output)"),
+        ("04", "7  Where ranks lie", "both directions together (section 7 of the output)"),
         ("07", "3.2  Overlap over links", "section 3.2 of the lesson's output measures it"),
         ("07", "9  What the notes claim", "Section 9 of the lesson's output has that table"),
-        ("07", "9  What the notes claim", "section 9 of the lesson's output, by chapter 24"),
+        ("07", "9  What the notes claim", "section 9 of the output, on simulated GPUs (lesson 24)"),
     ],
 )
 def test_a_section_that_a_story_names_is_that_section(number: str, heading: str, told: str) -> None:
