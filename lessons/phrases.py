@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from minidist import holes, lessons
@@ -89,6 +90,7 @@ def _filled(chinese: str, parts: list[str]) -> str:
     )
 
 
+@cache
 def phrases_of(lesson: Lesson) -> Phrases:
     """Return the phrases of a lesson, and those of several lessons."""
     return Phrases(_flat(_read(lessons.FOLDER)) | _flat(_read(lesson.folder)))

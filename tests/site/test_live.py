@@ -14,7 +14,7 @@ from minidist.site.pages import LANGUAGES, say
 MOST_PICTURES = 700
 MOST_BYTES = 50_000  # of a figure, compressed
 MOST_TOGETHER = 320_000
-QUICK = 12  # positions of a figure that the default run draws
+QUICK = 6  # positions of a figure that the default run draws
 
 
 def places(shape: list[Any]) -> list[tuple[float, float]]:

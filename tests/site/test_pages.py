@@ -55,6 +55,7 @@ def test_a_figure_of_a_section_that_is_gone_is_told() -> None:
         page_text(page, "en", documents(), [moved])
 
 
+@pytest.mark.soak
 def test_the_sources_are_whole(tmp_path: Path) -> None:
     write_sources(tmp_path, "zh")
     assert (tmp_path / "_static" / "live" / "ring.js").is_file()
