@@ -4,8 +4,10 @@ Their content is recorded from real runs. A colour means the same in every lesso
 readers can distinguish all colours.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,14 @@ from minidist.observe.plots import save_picture
 if TYPE_CHECKING:  # matplotlib takes longer to load than a lesson to run: only what draws loads it
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+
+CHINESE_FONTS = (
+    *("Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei"),
+    *("PingFang SC", "Hiragino Sans GB", "Microsoft YaHei", "SimHei"),
+)
+"""Fonts with Chinese letters, the best first."""
+
+_CHINESE: ContextVar[Callable[[str], str] | None] = ContextVar("chinese", default=None)
 
 PHASES = {
     "forward": "#7fb0de",
@@ -96,7 +106,8 @@ def caption(ax: Any, text: str) -> None:
 
 
 def save(figure: "Figure", folder: Path | str, name: str = "figure.png") -> Path:
-    """Write the picture without date or version, so that equal pictures are equal files.
+    """Write the picture without date or version, so that equal pictures are equal files; within
+    `also_in_chinese` a second one, figure.zh.png, with Chinese words.
 
     Returns: its path.
     Raises:  ConfigError if it cannot be written.
@@ -104,7 +115,70 @@ def save(figure: "Figure", folder: Path | str, name: str = "figure.png") -> Path
     path = Path(folder) / name
     with _written(path) as draft:
         save_picture(figure, draft, dpi=150, facecolor=PAPER)
+    if (say := _CHINESE.get()) is not None:
+        for words in speak_chinese(figure, say):
+            print(f"{path.name}: no Chinese for {words!r}")
+        with _written(path.with_suffix(".zh.png")) as draft:
+            save_picture(figure, draft, dpi=150, facecolor=PAPER)
     return path
+
+
+# ------------------------------------------------------------------------------- words in Chinese
+
+
+@contextmanager
+def also_in_chinese(say: Callable[[str], str] | None) -> Iterator[None]:
+    """Let `save` write each picture in Chinese too, where a font has the letters.
+
+    Args:    say: returns the Chinese of a text; None: English only.
+    """
+    token = _CHINESE.set(say if say and chinese_font() else None)
+    try:
+        yield
+    finally:
+        _CHINESE.reset(token)
+
+
+def chinese_font() -> str:
+    """Return the name of a font with Chinese letters, or "" if this machine has none."""
+    from matplotlib.font_manager import fontManager
+
+    there = {font.name for font in fontManager.ttflist}
+    return next((name for name in CHINESE_FONTS if name in there), "")
+
+
+def speak_chinese(figure: "Figure", say: Callable[[str], str]) -> list[str]:
+    """Put the words of a figure that has been drawn into Chinese. Returns: the words that have
+    none."""
+    from matplotlib.text import Text
+    from matplotlib.ticker import FixedFormatter, FuncFormatter
+
+    left = list[str]()
+
+    def told(text: str) -> str:
+        chinese = say(text)
+        if chinese == text and re.search("[a-z]{3}", text.replace("rank", "")):
+            left.append(text)
+        return chinese
+
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):
+                words = [told(label.get_text()) for label in axis.get_ticklabels()]
+                axis.set_ticks(axis.get_ticklocs(), words)
+    ticks = {id(text) for axes in figure.axes for text in _tick_texts(axes)}
+    for text in figure.findobj(Text):
+        text.set_fontfamily(["DejaVu Sans", chinese_font()])
+        if id(text) not in ticks and text.get_text():
+            text.set_text(told(text.get_text()))
+            if re.search("[\u4e00-\u9fff]", text.get_text()):
+                text.set_fontweight("normal")  # few such fonts have bold letters
+    return [*dict.fromkeys(left)]
+
+
+def _tick_texts(axes: Any) -> list[Any]:
+    """Return the texts that the axes write themselves."""
+    return [*axes.get_xticklabels(which="both"), *axes.get_yticklabels(which="both")]
 
 
 def save_mermaid(diagram: str, folder: Path | str) -> None:

@@ -9,6 +9,9 @@ The code says everything in English. zh.toml beside it has the Chinese of each t
     [filled]                             what fills a gap, or is put together while the check runs
     "{} cuts" = "{} 个阶段边界"
 
+    [figure]                             the words of its pictures
+    "Idle" = "空闲"
+
 lessons/zh.toml has what several lessons say.
 
     python -m minidist.lessons.phrases 10    # texts without Chinese, and Chinese that nothing says
@@ -94,6 +97,13 @@ def _filled(chinese: str, parts: list[str]) -> str:
 def phrases_of(lesson: Lesson) -> Phrases:
     """Return the phrases of a lesson, and those of several lessons."""
     return Phrases(_flat(_read(lessons.FOLDER)) | _flat(_read(lesson.folder)))
+
+
+def figure_phrases(folder: Path) -> Phrases | None:
+    """Return the phrases of a lesson's pictures; None if they are not in Chinese yet."""
+    shared = _read(lessons.FOLDER).get("figure", {})
+    tables = _read(folder)
+    return Phrases(shared | tables["figure"]) if "figure" in tables else None
 
 
 def _read(folder: Path) -> dict[str, dict[str, str]]:
@@ -219,7 +229,7 @@ def faults(lesson: Lesson) -> Iterator[str]:
     yield from (f"no Chinese: {text}" for text in texts if text not in {**shared, **kept})
     yield from (
         f"nothing says: {english}"
-        for english in kept.keys() - tables.get("filled", {}).keys()
+        for english in kept.keys() - {*tables.get("filled", ()), *tables.get("figure", ())}
         if english not in texts and f'"{english}"' not in check
     )
     yield from gap_faults({**shared, **kept})

@@ -14,7 +14,9 @@ from minidist.console import folder_to_write
 from minidist.errors import MinidistError
 from minidist.files import DISK_FAILED, whole
 from minidist.launch import init, run, speaks_first
+from minidist.lessons.figures import also_in_chinese
 from minidist.lessons.page import Page
+from minidist.lessons.phrases import figure_phrases
 from minidist.streams import standard_output
 
 LIMIT = 600.0  # seconds for a lesson or the recording of a figure, on a busy machine
@@ -152,7 +154,9 @@ def draw_figure(
     folder = parser.parse_args().out
     try:
         recorded = run(record, size=size, transport=transport, limit=LIMIT)[0]
-        draw(recorded, folder)
+        phrases = figure_phrases(home)
+        with also_in_chinese(phrases.say if phrases else None):
+            draw(recorded, folder)
     except (MinidistError, OSError) as error:
         raise SystemExit(f"figure: {error}") from None
     if folder.resolve() == home and (home / "figure.mmd").exists():

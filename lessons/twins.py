@@ -121,8 +121,11 @@ def _fences(text: str) -> list[str]:
 
 
 def _links(text: str) -> list[str]:
-    """Return where links and pictures lead; a twin links to twins."""
-    return [mark + to.replace(".zh.md", ".md").partition("#")[0] for mark, to in LINK.findall(text)]
+    """Return where links and pictures lead; a twin links to twins, and shows pictures in Chinese."""
+    return [
+        mark + re.sub(r"\.zh\.(md|png)", r".\1", to).partition("#")[0]
+        for mark, to in LINK.findall(text)
+    ]
 
 
 def _rows(text: str) -> list[str]:
