@@ -157,7 +157,7 @@ def speak_chinese(figure: "Figure", say: Callable[[str], str]) -> list[str]:
 
     def told(text: str) -> str:
         chinese = say(text)
-        if chinese == text and re.search("[a-z]{3}", text.replace("rank", "")):
+        if chinese == text and re.search("[a-z]{3}", re.sub("rank|worker", "", text)):
             left.append(text)
         return chinese
 
