@@ -2,8 +2,8 @@
 
 A page keeps its place: docs/quickstart.md becomes LANGUAGE/docs/quickstart.html. In the Chinese site
 a page is the twin README.zh.md, X.zh.md; where a document has none, its English. Links that lead to
-code become plain words, diagrams become text, and the live figures stand at the end of their
-sections.
+code become plain words, diagrams become text, a term shows its meaning where a lesson first uses
+it, and the live figures stand at the end of their sections.
 """
 
 import json
@@ -19,6 +19,7 @@ from minidist.errors import ConfigError
 from minidist.lessons.mermaid import as_text
 from minidist.lessons.twins import twin_of
 from minidist.site.live import Live, Say, data_of, every
+from minidist.site.tips import with_tips
 
 ROOT = lessons.FOLDER.parent
 STATIC = Path(__file__).with_name("static")
@@ -80,6 +81,8 @@ def page_text(page: Path, language: str, pages: list[Path], figures: list[Live])
         piece if piece.startswith("```") else _with_links(piece, page, language, pages)
         for piece in re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
     )
+    if page.parts[:1] == ("lessons",):
+        text = with_tips(text, language)
     for figure in figures:
         if page.parts[:1] == ("lessons",) and page.parent.name.startswith(f"{figure.lesson}_"):
             text = _with_figure(text, figure, page)
