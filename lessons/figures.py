@@ -164,12 +164,16 @@ def speak_chinese(figure: "Figure", say: Callable[[str], str]) -> list[str]:
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
             if isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):
-                words = [told(label.get_text()) for label in axis.get_ticklabels()]
-                axis.set_ticks(axis.get_ticklocs(), words)
+                texts = [label.get_text() for label in axis.get_ticklabels()]
+                words = [told(text) for text in texts]
+                if words != texts:
+                    low, high = axis.get_view_interval()
+                    axis.set_ticks(axis.get_ticklocs(), words)  # may widen the limits
+                    axis.set_view_interval(low, high, ignore=True)
     ticks = {id(text) for axes in figure.axes for text in _tick_texts(axes)}
     for text in figure.findobj(Text):
         text.set_fontfamily(["DejaVu Sans", chinese_font()])
-        if id(text) not in ticks and text.get_text():
+        if id(text) not in ticks and text.get_visible() and text.get_text():
             text.set_text(told(text.get_text()))
             if re.search("[\u4e00-\u9fff]", text.get_text()):
                 text.set_fontweight("normal")  # few such fonts have bold letters

@@ -34,6 +34,15 @@ def test_every_word_of_a_figure_is_put_into_chinese(monkeypatch: pytest.MonkeyPa
     assert [text.get_text() for text in ax.get_yticklabels()] == ["rank 0", "rank 1"]
 
 
+def test_putting_a_figure_into_chinese_keeps_the_limits_of_its_axes() -> None:
+    figure, ax = drawn()
+    ax.set_xticks([-1, 0, 1, 2], ["early", "early", "late", "late"])
+    ax.set(xlim=(0, 1), ylim=(0.5, 0.1))
+    ax.yaxis.set_major_formatter(lambda value, _: f"step {value:.1f}")
+    figures.speak_chinese(figure, lambda text: WORDS.get(text, text.replace("step", "步")))
+    assert ax.get_xlim() == (0, 1) and ax.get_ylim() == (0.5, 0.1)
+
+
 @pytest.mark.filterwarnings("ignore:Glyph")  # the test's font has no Chinese letters
 @pytest.mark.parametrize("font", ["DejaVu Sans", ""])
 def test_a_second_picture_is_written_where_a_font_has_the_letters(
