@@ -165,7 +165,9 @@ def speak_chinese(figure: "Figure", say: Callable[[str], str]) -> list[str]:
         for axis in (axes.xaxis, axes.yaxis):
             if isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):
                 words = [told(label.get_text()) for label in axis.get_ticklabels()]
+                begin, end = axis.get_view_interval()
                 axis.set_ticks(axis.get_ticklocs(), words)
+                axis.set_view_interval(begin, end, ignore=True)  # ticks outside widen it
     ticks = {id(text) for axes in figure.axes for text in _tick_texts(axes)}
     for text in figure.findobj(Text):
         text.set_fontfamily(["DejaVu Sans", chinese_font()])

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.ticker import AutoLocator
 
 from minidist import lessons
 from minidist.lessons import figures
@@ -32,6 +33,16 @@ def test_every_word_of_a_figure_is_put_into_chinese(monkeypatch: pytest.MonkeyPa
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["前向传播"]
     assert [text.get_text() for text in ax.get_xticklabels()] == ["早", "晚"]
     assert [text.get_text() for text in ax.get_yticklabels()] == ["rank 0", "rank 1"]
+
+
+def test_an_axis_in_chinese_keeps_its_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "chinese_font", lambda: "DejaVu Sans")
+    figure, ax = drawn()
+    ax.set_ylim(1.05, 0)  # a locator has a tick at 1.2, outside
+    ax.yaxis.set_major_locator(AutoLocator())
+    ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    figures.speak_chinese(figure, lambda text: WORDS.get(text, text))
+    assert ax.get_ylim() == (1.05, 0)
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")  # the test's font has no Chinese letters
