@@ -79,9 +79,9 @@ class Result:
         if self.passed:
             return f"{self.task}{colon}{self.measured} ok"
         if self.mistake in (NOT_FILLED, say(NOT_FILLED)):
-            return f"{self.advice}; {self.measured}"
+            return f"{self.advice}{say('; ')}{self.measured}"
         blamed = say(holes_text(self.holes)) if self.holes else ""
-        compared = f"{self.measured}, {say('target')} {self.target}"
+        compared = f"{self.measured}{say(', ')}{say('target')} {self.target}"
         parts = (blamed, self.task, compared, self.mistake, self.advice)
         return colon.join(part for part in parts if part)
 

@@ -2,6 +2,7 @@
 folder, without a network."""
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def build(out: Path) -> None:
             options = ("-q", "-W", "--keep-going", "-b", "html", "-j", "auto")
             done = subprocess.run(
                 code_command(SPHINX, *options, str(folder), str(out / language)),
+                env={**os.environ, "LC_ALL": "C.UTF-8"},  # Sphinx ends where a locale is missing
                 capture_output=True,
                 text=True,
                 errors="replace",
