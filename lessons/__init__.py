@@ -3,7 +3,9 @@
 Shared modules: running.py starts a lesson or records its figure, lab.py has its models, batches
 and differences, page.py prints its tables, figures.py has the look of its pictures; namespaces.py
 makes two hosts of one machine for lesson 04; zero_lab.py and zero_figures.py are of lessons 14 to
-16; late_group.py is of the checks of lessons 07 and 15, which ask for overlap.
+16; late_group.py is of the checks of lessons 07 and 15, which ask for overlap. README.zh.md and
+zh.toml hold a lesson in Chinese: twins.py compares the stories, phrases.py reads what the code says.
+notebook.py writes a lesson for Jupyter.
 
 A lesson is found by its folder: to add a lesson, add a folder. Title, notes and modules of
 every table of lessons are read from the first lines of its README.md; table.py writes the tables of

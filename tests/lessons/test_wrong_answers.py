@@ -325,7 +325,7 @@ WRONG: dict[str, list[dict[int, str]]] = {
         {1: "0"},
         {1: "segments * a"},
         {2: "max(sizes)"},
-        {3: "open('/dev/null')"},
+        {3: "set()"},
         {4: "kept.append(block)"},
         {5: "kept.pop()"},
         {5: "tensor(x.data, requires_grad=True)"},
