@@ -327,8 +327,13 @@ class Waits:
         group, sequence = (0, 0) if call is None or call.algorithm is None else call[:2]
         return self.flight.waiting(what, peers, QUIET, group=group, sequence=sequence)
 
-    def state(self) -> State:
-        """Return this rank's current state."""
+    def state(self, *, with_place: bool = True) -> State:
+        """Return this rank's current state.
+
+        Args:    with_place: with the line at which its program runs. It is read from a frame of
+                 another thread that may just return, and CPython 3.11.7 has crashed there: ask for it
+                 only where it is told.
+        """
         with self._lock:
             lasting = dict(self._lasting.values())  # of nested waits of a thread, the innermost
         busy = self.listener.program() | self.workers
@@ -342,7 +347,7 @@ class Waits:
             sent,
             taken,
             not running,
-            call_site.doing(running[0]) if running else "",
+            call_site.doing(running[0]) if running and with_place else "",
             frozenset(self.reads()),
             frozenset(self.resent()),
         )

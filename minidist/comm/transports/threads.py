@@ -165,7 +165,7 @@ class ThreadJob:
                 self.news = set()
                 running = set(self.running)
             for rank in news:
-                state = self.transports[rank].waits.state()
+                state = self.transports[rank].waits.state(with_place=False)
                 if rank in running:
                     self.arbiter.heard(rank, state)
                 else:
