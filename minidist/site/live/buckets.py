@@ -29,7 +29,9 @@ LINKS = (
 )
 """The name of a link, the cluster that has it, and how many times longer a byte takes."""
 
-LEFT, TOP, ROW = 92, 14, 44
+LEFT = 92
+TOP = 14
+ROW = 44
 WIDTH = 514  # of the time axis
 LETTER = 7.5  # the width of a letter
 COLORS = {"forward": "c0", "backward": "c1", "optimizer": "c2"}

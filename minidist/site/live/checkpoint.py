@@ -82,7 +82,9 @@ def _time(say: Say, seconds: float) -> str:
 
 
 def _picture(say: Say, save_at: int, between_at: int, restart_at: int, at: int) -> Picture:
-    save, between, restart = SAVES[save_at], BETWEEN[between_at], RESTARTS[restart_at]
+    save = SAVES[save_at]
+    between = BETWEEN[between_at]
+    restart = RESTARTS[restart_at]
     interval = INTERVALS[at]
     best = best_interval(save, between)
     kept = goodput(interval, save=save, between=between, restart=restart)

@@ -34,7 +34,9 @@ LOOKS = {
     SendGradient: ("c4", "g{}↑"),
     RecvGradient: ("c6", "↑g{}"),
 }
-LEFT, TOP, ROW = 56, 12, 34
+LEFT = 56
+TOP = 12
+ROW = 34
 CALL = 31  # the width of a call
 LINES = TOP + RANKS * ROW + 18  # where the legend stands
 CHART = LINES + 22  # and the chart in time

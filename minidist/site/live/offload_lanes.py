@@ -152,7 +152,9 @@ def phase_begins(line: Timeline) -> tuple[float, float, float]:
 
 def _lanes(say: Say, line: Timeline) -> Iterator[tuple[str, list[tuple[Span, str]]]]:
     """Yield a lane's name, and its spans with their colors."""
-    disk, host, device = say("disk", "磁盘"), say("host", "主机"), say("device", "设备")
+    disk = say("disk", "磁盘")
+    host = say("host", "主机")
+    device = say("device", "设备")
     work = [(span, PHASES[span.name]) for span in line.spans if span.name in PHASES]
     yield device, [(span, color) for span, color in work if span.name != "optimizer"]
     yield host, [(span, color) for span, color in work if span.name == "optimizer"]

@@ -70,5 +70,7 @@ def _part(number: float, ends: tuple[float, float], is_log: bool) -> float:
     """Return which part of an axis lies before a number, from 0 to 1."""
     low, high = ends
     if is_log:
-        low, high, number = math.log(low), math.log(high), math.log(max(number, low))
+        number = math.log(max(number, low))
+        low = math.log(low)
+        high = math.log(high)
     return min(1.0, max(0.0, (number - low) / (high - low)))

@@ -146,7 +146,9 @@ def _picture(say: Say, kernel: int, size_at: int, gpu: int) -> Picture:
         places.setdefault((other.intensity, other.rate(device)), []).append(other)
     for (intensity, rate), same in places.items():
         names = " ".join(each.name for each in same)
-        x, y, width = PLANE.across(intensity), PLANE.up(rate), 24 * len(same)
+        x = PLANE.across(intensity)
+        y = PLANE.up(rate)
+        width = 24 * len(same)
         picture.box(x - width / 2, y - 10, width, 20, "c1" if rung in same else "c0", names)
     picture.facts = _facts(say, rung, device)
     return picture

@@ -38,7 +38,9 @@ COLORS = {
 }
 """The color of each compute: on the first half of a rank's stages, and on the second."""
 
-LEFT, TOP, ROW = 54, 30, 30
+LEFT = 54
+TOP = 30
+ROW = 30
 WIDTH = 500  # of the time axis
 NARROW = 9  # a box below this width has no room for its number
 

@@ -32,7 +32,9 @@ JOBS = (
 SEEDS = (0, 3)
 STEPS, SIZE = 30, 4
 MIB = 1 << 20
-LEFT, WIDTH, LANE = 78, 520, 56
+LEFT = 78
+WIDTH = 520
+LANE = 56
 
 
 @cache
