@@ -7,6 +7,7 @@ import time
 import pytest
 from helpers import LIMIT, limit_comes
 
+from minidist.comm import call_site
 from minidist.comm.transports.progress.mailbox import Mailbox
 from minidist.comm.transports.threads import name_rank, run_threads
 from minidist.device import account
@@ -179,3 +180,17 @@ def test_a_rank_that_waits_for_nobody_is_named_too(monkeypatch):
         run_threads(ranks, size=2, limit=LIMIT)
     over.set()
     threads[1].join()  # before the next test counts threads
+
+
+def test_no_line_of_a_running_rank_is_read_while_nothing_is_told(monkeypatch):
+    """CPython 3.11.7 has crashed reading a frame of another thread that just returned."""
+    read = []
+    monkeypatch.setattr(call_site, "doing", lambda thread: read.append(thread) or "")
+
+    def late(world):
+        for _ in range(3):
+            time.sleep(0.4 * world.rank)
+            world.barrier()
+
+    run_threads(late, size=2)
+    assert read == []
