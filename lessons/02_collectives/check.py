@@ -311,10 +311,8 @@ def _barrier(exercise: ModuleType, size: int) -> Iterator[Result]:
 
 
 def _heard_of(links: list[Link], rank: int) -> set[int]:
-    """Return the ranks of which `rank` has heard in the end.
-
-    Each message tells all that its sender knew.
-    """
+    """Return every rank whose message has reached `rank`, directly or through other ranks: a
+    message passes on all that its sender has received."""
     heard = [{link.rank} for link in links]
     for step in range(max((len(link.hears) for link in links), default=0)):
         heard = [
