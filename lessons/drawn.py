@@ -81,10 +81,11 @@ def pictures(script: Path) -> list[Path]:
     other script."""
     others = {name.removesuffix(".py") for name in SCRIPTS} - {"figure"}
     there = sorted(path for path in script.parent.iterdir() if path.suffix in (".png", ".mmd"))
+    drawn_by = {path: path.name.split(".")[0] for path in there}  # hosts.zh.png: hosts
     return [
         path
-        for path in there
-        if (path.stem == script.stem if script.stem in others else path.stem not in others)
+        for path, stem in drawn_by.items()
+        if (stem == script.stem if script.stem in others else stem not in others)
     ]
 
 

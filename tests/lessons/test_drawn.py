@@ -39,6 +39,20 @@ def test_every_picture_has_a_script() -> None:
     assert len(FIGURES) > 20 and len(there) >= len(FIGURES)
 
 
+def test_a_chinese_picture_is_of_the_same_script_as_the_english_one(tmp_path: Path) -> None:
+    names = ("figure.mmd", "figure.png", "figure.zh.png", "hosts.png", "hosts.zh.png", "other.png")
+    for name in names:
+        (tmp_path / name).touch()
+    found = {
+        script: [path.name for path in drawn.pictures(tmp_path / script)]
+        for script in drawn.SCRIPTS
+    }
+    assert found == {
+        "figure.py": ["figure.mmd", "figure.png", "figure.zh.png", "other.png"],
+        "hosts.py": ["hosts.png", "hosts.zh.png"],
+    }
+
+
 def test_what_a_figure_shows() -> None:
     shown = set(FIGURES["lessons/07_ddp/figure.py"].stamp()["code"])
     assert {
