@@ -171,6 +171,8 @@ def _labels(ax: Any, ranks: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Draw the figure; with --record, be one of the ranks that it shows."""
+    from minidist.lessons.figures import also_in_chinese
+    from minidist.lessons.phrases import figure_phrases
     from minidist.lessons.running import add_out
 
     parser = argparse.ArgumentParser(description="Record a start of eight processes and draw it.")
@@ -180,7 +182,10 @@ def main() -> None:
     if options.record:
         record(options.record)
         return
-    draw(record_two_machines(), options.out)
+    recorded = record_two_machines()
+    phrases = figure_phrases(HERE)
+    with also_in_chinese(phrases.say if phrases else None):
+        draw(recorded, options.out)
     print(f"{options.out / 'figure.png'}: drawn from a run on 8 ranks")
 
 
