@@ -263,7 +263,12 @@ def main() -> None:
     measured = measure(options.rate, options.delay)
     show(measured)
     if options.out:
-        draw(measured, options.out)
+        from minidist.lessons.figures import also_in_chinese
+        from minidist.lessons.phrases import figure_phrases
+
+        phrases = figure_phrases(HERE)
+        with also_in_chinese(phrases.say if phrases else None):
+            draw(measured, options.out)
 
 
 if __name__ == "__main__":
