@@ -18,7 +18,6 @@ HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "20")
 LEVELS = ("device", "host", "disk")
 LAYERS = ("parameters", "optimizer", "gradients", "activations", "workspace")
-LANES = {"compute": "unit at work", "reads": "disk to host", "writes": "host to disk"}
 
 
 def record(group: Group) -> dict[str, Any]:
@@ -111,9 +110,7 @@ def _lanes(ax: Any, slow: dict[str, Any]) -> None:
         width = 1e3 * (span["stop"] - span["start"])
         if span["row"] == "compute" and span["name"] in colors:
             ax.barh(0, width, 0.62, left, color=colors[span["name"]])
-            # "optimizer" in the legend is its state; with a space it is the phase, for zh.toml
-            word = "optimizer " if span["name"] == "optimizer" else span["name"]
-            ax.text(left + 1, -0.42, word, color=look.SOFT, fontsize=9.5, va="bottom")
+            ax.text(left, -0.42, f" {span['name']}", color=look.SOFT, fontsize=9.5, va="bottom")
         elif span["row"] == "compute" and span["name"].startswith("wait"):
             ax.barh(0, width, 0.62, left, color=look.PHASES["wait"], zorder=3)
         elif span["row"] == "moves" and span["name"].split()[0] in ("read", "write"):
