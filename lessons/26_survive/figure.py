@@ -204,7 +204,7 @@ def _steps(ax: Any, told: list[Any], fault: dict[str, Any]) -> None:
     if fault["again"]:
         ax.annotate(
             f"{fault['again']} steps are made again",
-            (1, 0.9),
+            (1, 0.06),  # below the line, which rises to the right
             xycoords="axes fraction",
             fontsize=10,
             color=AGAIN,

@@ -81,7 +81,7 @@ def figure(say: Say) -> Live:
         name="roofline",
         lesson="22",
         section="4",
-        title=say("Kernels under the roofline", "屋顶线下的内核"),
+        title=say("Kernels under the roofline", "屋顶线下的核函数"),
         predict=Prediction(
             say(
                 "An H200 computes exactly as fast as an H100, and its memory is 1.43 times as fast. "
@@ -106,7 +106,7 @@ def figure(say: Say) -> Live:
         ),
         controls=(
             Control(
-                say("kernel", "内核"),
+                say("kernel", "核函数"),
                 (
                     *(f"{attention} v{version}" for version in ATTENTION),
                     *(f"{product} v{version}" for version in PRODUCT),
