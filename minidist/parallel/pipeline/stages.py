@@ -272,15 +272,15 @@ class StageModel(ModelAxis, PassLoop):
         if alone:
             self.use(Single(self.model, precision=self.precision))
 
-    def use(self, data: DataAxis, *, always: bool = False) -> None:
+    def use(self, data: DataAxis) -> None:
         """Take `data`, an axis made of this rank's model, for the gradients and the update.
 
         In chapter 17 Hybrid calls it, when the data axis is made from the model that the stages
         left.
-        Args:    always: microbatches without a row are computed, too: other ranks wait for them.
         """
         self.data = data
-        self.always = always or data.reduces_each_pass
+        # microbatches without a row are computed, too: other ranks wait for them
+        self.always = data.computes_without_rows or data.reduces_each_pass
         self.weights = [owner for owner, _ in data.updated()]
         self.parameters = data.parameters
         data.set_segments(
