@@ -501,7 +501,7 @@ class Trainer:
                 batch,
                 self.optimizer,
                 lr=self.learning_rate(self.updates_done),
-                clip=self.clip,
+                clip=self._clip,
                 accumulate=self.plan.accumulate,
             )
             if self.loads.layers:

@@ -326,22 +326,6 @@ class StageModel(ModelAxis, PassLoop):
             assert self.stages.table is not None, "both ends have it"
             check_equal_replicas([self.stages.table], self.ends, when=when)
 
-    def go_back(
-        self, stage: int, y: Tensor, dy: Array | None, *, whole: bool = True
-    ) -> list[WeightGradient]:
-        """Run backward of a stage's output y (dy None: the loss); unless `whole`, return deferred
-        gradients of weights."""
-        share = y if y.requires_grad else None  # None: all weights of the first stage are frozen
-        # segment: the index of the stage among this rank's; last=False: another microbatch may
-        # follow, and finish_step starts the sums
-        return self.data.backward(
-            share, dy, segment=stage // self.group.size, last=False, defer=not whole
-        )
-
-    def go_back_weights(self, stage: int, deferred: list[WeightGradient]) -> None:
-        """Compute the gradients that `go_back` of a stage deferred."""
-        self.data.backward_weights(deferred, segment=stage // self.group.size)
-
     # ------------------------- a pass, an evaluation, the weights: chapters 10 and 11, and chapter 17
 
     @abstractmethod
@@ -463,10 +447,21 @@ class StagePass:
         start, y = self.kept.pop((stage, microbatch))
         for layer in self.stages.mixtures(stage):
             layer.balance_scale = self.pipeline.precision.scale / self.divisor
-        deferred = self.pipeline.go_back(stage, y, dy, whole=whole)
+        # None: all weights of the first stage are frozen
+        share = y if y.requires_grad else None
+        # segment: the index of the stage among this rank's; last=False: another microbatch may
+        # follow, and finish_step starts the sums
+        deferred = self.pipeline.data.backward(
+            share,
+            dy,
+            segment=stage // self.pipeline.group.size,
+            last=False,
+            defer=not whole,
+        )
         if not whole:
             self._deferred[stage, microbatch] = deferred
         return None if start is None else start.grad
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
-        self.pipeline.go_back_weights(stage, self._deferred.pop((stage, microbatch)))
+        deferred = self._deferred.pop((stage, microbatch))
+        self.pipeline.data.backward_weights(deferred, segment=stage // self.pipeline.group.size)
