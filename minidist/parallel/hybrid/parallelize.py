@@ -17,7 +17,7 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.device.backend import on_gpu
 from minidist.nn import GPT
-from minidist.parallel.memory.offload_costs import require_disk
+from minidist.parallel.memory.offload_costs import require_disk, require_memory
 from minidist.parallel.step.model_axis import ModelAxis
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -267,7 +267,7 @@ def make_data_axis(
 
             zero3 = StagedZero3 if plan.pp > 1 else Zero3
             tied = model.tokens if model.config.tied else None  # used at both ends: held all step
-            return zero3(
+            axis = zero3(
                 model,
                 group,
                 units=[child for _, child in model.children() if child is not tied],
@@ -276,6 +276,8 @@ def make_data_axis(
                 free_after_forward=not plan.keep_gathered,
                 **options,
             )
+            require_memory(plan.device_memory, axis.units, axis.root)
+            return axis
 
 
 # ------------------------------------------------------------------------------- the data axis alone

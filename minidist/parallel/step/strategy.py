@@ -59,6 +59,7 @@ class Strategy(ABC):
                 diverged: the object that has the common state (steps, common_state, begin_at), if
                 ranks have weights and state of their own (local steps); None: ranks are equal.
                 scheme: the form in which gradients are sent, if the strategy has a choice.
+                pipeline: runs this rank's stages (a StageModel), if there are several.
     """
 
     model: Module
@@ -69,6 +70,7 @@ class Strategy(ABC):
     asynchronous = False
     diverged: Any = None
     scheme: Scheme | None = None
+    pipeline: Any = None
 
     @property
     def data_axis(self) -> "Strategy":
