@@ -84,6 +84,7 @@ class Stages:
                 cut.tokens = None
         if self.last not in own:
             cut.norm = cut.head = None
+        self._weight: Parameter = next(cut.parameters())  # activations are on its device
 
     def mixtures(self, stage: int) -> list[Mixture]:
         """Return the mixtures of a stage's blocks."""
@@ -100,7 +101,7 @@ class Stages:
 
     def room(self, inputs: Array) -> Array:
         """Return a new array for the activation between stages of some token ids (B, T)."""
-        device = backend.device_of(next(self.model.parameters()).data)
+        device = backend.device_of(self._weight.data)
         shape = self.between(*inputs.shape)
         return backend.empty(shape, backend.dtype(self.config.dtype), device)
 
