@@ -323,9 +323,9 @@ def add_losses(group: Group, share: float, batch: Batch, *, everyone: Group | No
 def share_record(share: float, batch: Batch | None) -> np.ndarray:
     """Return the record that a rank sends to the others: its share of a number of the step, and its
     digests."""
-    digests = digests_of(batch)
-    if isinstance(batch, RankBatch) and batch.differs:
-        digests = (DIFFERS, DIFFERS)
+    digests: tuple[float, ...] = ()
+    if isinstance(batch, RankBatch):
+        digests = (DIFFERS, DIFFERS) if batch.differs else batch.digests
     return np.array([share, *digests], dtype=np.float64)
 
 

@@ -7,6 +7,7 @@ novel.decode(inputs[0])
 
 import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,8 +110,14 @@ def load(source: str = "python") -> Text:
 
 def from_string(string: str, *, source: str = "(string)") -> Text:
     """Return the Text of a string: its symbols, and its ids, nine tenths for training."""
-    points, ids = np.unique(np.frombuffer(string.encode("utf-32-le"), "<u4"), return_inverse=True)
-    ids = ids.astype(np.int32)
+    codes = np.frombuffer(string.encode("utf-32-le"), "<u4")
+    # two tables of all code points: np.unique would sort the whole string
+    occurs = np.zeros(sys.maxunicode + 1, bool)
+    occurs[codes] = True
+    points = np.flatnonzero(occurs)
+    id_of = np.zeros(sys.maxunicode + 1, np.int32)
+    id_of[points] = np.arange(len(points))
+    ids = id_of[codes]
     cut = len(ids) * 9 // 10
     return Text(source, "".join(map(chr, points)), ids[:cut], ids[cut:])
 

@@ -356,20 +356,9 @@ def init(
         )
         _membership = Membership(launch, name, patience)
         if launch.alone:
-            _membership.world = Group(loopback(0, limit), Ledger(0), (0,))
-            begin_flight(_membership.world)
-            atexit.register(_membership.leave)
+            _membership.world = _world_of_one(_membership, limit)
         else:
-            limit_blas_threads(threads, launch.local_size)
-            watch_exits(_membership)
-            watch_threads(_membership, limit)
-            if launch.by_mpirun:
-                watch_exits_at_once(_membership)
-        _let_interrupts_in()
-        if not launch.alone:
-            _membership.world = _membership.join(name, limit)
-            if not launch.knows_places:
-                limit_blas_threads(threads, _membership.launch.local_size)
+            _membership.world = _joined_world(_membership, limit, threads)
     world = _membership.world
     if world is None:
         raise LaunchError(
@@ -380,6 +369,31 @@ def init(
             f"init(transport={transport!r}): this process joined its job over "
             f"{_membership.transport!r}"
         )
+    return world
+
+
+def _world_of_one(membership: Membership, limit: float) -> Group:
+    """Return the world of a process that no launcher has started."""
+    world = Group(loopback(0, limit), Ledger(0), (0,))
+    begin_flight(world)
+    atexit.register(membership.leave)
+    _let_interrupts_in()
+    return world
+
+
+def _joined_world(membership: Membership, limit: float, threads: int | None) -> Group:
+    """Join the job that a launcher has started; from before on, an end of this process ends the
+    job. Return the world."""
+    launch = membership.launch
+    limit_blas_threads(threads, launch.local_size)
+    watch_exits(membership)
+    watch_threads(membership, limit)
+    if launch.by_mpirun:
+        watch_exits_at_once(membership)
+    _let_interrupts_in()
+    world = membership.join(membership.transport, limit)
+    if not launch.knows_places:
+        limit_blas_threads(threads, membership.launch.local_size)
     return world
 
 

@@ -52,11 +52,13 @@ class Module(ABC):
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         """Return the result of forward, with the hooks run around it."""
-        result: Tensor = (
-            self.run(*args, **options)
-            if self._hooks is None
-            else hooks.call(self, self._hooks, args, options)
-        )
+        result: Tensor
+        if self._hooks is not None:
+            result = hooks.call(self, self._hooks, args, options)
+        elif self.recomputed:
+            result = self.run(*args, **options)
+        else:
+            result = self.forward(*args, **options)
         return result
 
     def run(self, *args: Any, **options: Any) -> Any:

@@ -4,7 +4,6 @@ import platform
 import sys
 from contextlib import suppress
 from datetime import datetime, timezone
-from importlib import metadata
 from typing import Any
 
 import psutil
@@ -18,6 +17,8 @@ __all__ = ["machine", "processor"]
 def machine() -> dict[str, Any]:
     """Return date, cores, processor, system, versions and command line, by name; the version of MKL
     only if large products use it."""
+    from importlib import metadata  # with email and zipfile, which few commands need
+
     versions = {}
     for name in (
         "minidist",

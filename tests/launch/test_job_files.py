@@ -16,7 +16,7 @@ from jobs import finish, start
 from minidist.comm.health.failure import AGAIN
 
 FILES = ROOT / "docs/howto/kubernetes"
-SMALL = "--steps 2 --batch 8 --context 16 --width 32 --quiet"
+SMALL = "--steps 2 --batch 8 --context 16 --width 32 --validate 8 --quiet"
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ TAUGHT: dict[str, list[Case]] = {
         ({"pp": 2}, {}, {"Pipeline", "Executor"}),
         ({"pp": 2, "schedule": "pipedream"}, {}, {"StashingPass"}),
     ],
-    "12": [({"tp": 2}, {}, {"TensorParallel"})],
+    "12": [({"tp": 2}, {}, {"TensorRegion", "ColumnLinear", "RowLinear"})],
     "13": [
         ({"tp": 2, "sequence_parallel": True}, {}, {"SequenceRegion"}),
         ({"cp": 2}, {}, {"RingSelfAttention"}),
@@ -94,3 +94,16 @@ def test_a_step_enters_the_classes_of_its_chapter(number: str) -> None:
     for plan, changes, classes in TAUGHT[number]:
         seen = {name for module, name in entered(plan, changes) if module in modules}
         assert classes <= seen, (plan, modules)
+
+
+def test_a_trainer_divides_by_the_classes_of_12_and_13() -> None:
+    """They divide the model when they are made; a step then enters their layers."""
+
+    def job(world: Any) -> list[str]:
+        trainer = Trainer(Plan(tp=2, cp=2), tiny(layers=2), world)
+        strategy: Any = trainer.strategy
+        names = [type(axis).__name__ for axis in strategy.axes]
+        trainer.close()
+        return names
+
+    assert md.run(job, size=4)[0] == ["TensorParallel", "ContextParallel"]

@@ -5,12 +5,13 @@ import re
 
 import pytest
 from imports import ROOT
+from made_pages import ON_DISK, made
 
 from minidist.reference.headlines import headline
 from minidist.reference.measured import measured_pages, notes_by_file, page_name
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = measured_pages(RESULTS)
+MEASURED = "docs/measured/"
 FILES = [
     file
     for file in RESULTS.rglob("*.json")
@@ -18,18 +19,27 @@ FILES = [
 ]
 
 
+def measured() -> dict[str, str]:
+    """Return the measured pages by the names of their files."""
+    return {
+        name.removeprefix(MEASURED): text
+        for name, text in made().items()
+        if name.startswith(MEASURED)
+    }
+
+
 def test_every_file_of_results_is_on_one_page() -> None:
-    everything = "\n".join(text for name, text in PAGES.items() if name != "README.md")
+    everything = "\n".join(text for name, text in measured().items() if name != "README.md")
     for file in FILES:
         name = file.relative_to(RESULTS)
         assert everything.count(f"[{name}]") == 1, name
 
 
-@pytest.mark.parametrize("name", sorted(PAGES))
+@pytest.mark.parametrize("name", [name for name in ON_DISK if name.startswith(MEASURED)])
 def test_the_newest_comes_first(name: str) -> None:
-    dates = re.findall(r"^## .*, (\d{4}-\d\d-\d\d)$", PAGES[name], re.MULTILINE)
+    dates = re.findall(r"^## .*, (\d{4}-\d\d-\d\d)$", made()[name], re.MULTILINE)
     assert dates == sorted(dates, reverse=True)
-    assert dates or name == "README.md"
+    assert dates or name == f"{MEASURED}README.md"
 
 
 def test_no_file_and_no_page_has_an_old_name() -> None:
@@ -37,7 +47,7 @@ def test_no_file_and_no_page_has_an_old_name() -> None:
         values = json.loads(file.read_text(encoding="utf-8"))
         values.pop("renamed", None)
         assert "sockets" not in json.dumps(values), file
-    for name, text in PAGES.items():
+    for name, text in measured().items():
         tables = re.sub(r"(bare|by bare) sockets", "", text)
         assert "sockets" not in tables, name
 

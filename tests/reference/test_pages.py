@@ -5,34 +5,28 @@ import sys
 
 import pytest
 from imports import ROOT
+from made_pages import ON_DISK, made
 
 import minidist.reference.pages as pages
 from minidist.cli import COMMANDS, parser_for
 from minidist.errors import ConfigError
 from minidist.reference.command_line import command_line_page
-from minidist.reference.markdown import MADE_BY, cell, table
-
-MADE = pages.every_page()
+from minidist.reference.markdown import cell, table
 
 
-@pytest.mark.parametrize("name", sorted(MADE))
+@pytest.mark.parametrize("name", ON_DISK)
 def test_a_page_is_what_is_made_from_the_code(name: str) -> None:
-    assert (ROOT / name).read_text(encoding="utf-8") == MADE[name], (
+    assert (ROOT / name).read_text(encoding="utf-8") == made()[name], (
         f"{name} is older than what it is made of: run `python -m minidist.reference`"
     )
 
 
-def test_there_is_no_other_page_that_says_it_is_made() -> None:
-    made = {
-        str(page.relative_to(ROOT))
-        for page in (ROOT / "docs").rglob("*.md")
-        if MADE_BY in page.read_text(encoding="utf-8")
-    }
-    assert made == set(MADE)
+def test_the_pages_that_say_they_are_made_are_those_that_are_made() -> None:
+    assert sorted(made()) == ON_DISK
 
 
 def test_no_page_holds_what_differs_by_machine() -> None:
-    for name, text in MADE.items():
+    for name, text in made().items():
         assert " at 0x" not in text, name
         assert "/root/" not in text and "/home/" not in text, name
 

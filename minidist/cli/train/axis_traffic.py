@@ -118,7 +118,7 @@ def _of_all_steps(
 
 def stage_layers(trainer: Trainer) -> list[int] | None:
     """Return the number of layers of each stage of the pipeline; None without a pipeline."""
-    pipeline = cast(Hybrid, trainer.strategy).pipeline if trainer.plan.composed else None
+    pipeline = trainer.strategy.pipeline
     return None if pipeline is None else pipeline.layers
 
 

@@ -275,14 +275,21 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
             name for name in given - {*MAY_CHANGE} if options.get(name) == getattr(args, name)
         } | {"verify"}
         args.given = sorted(given)
-    begins_alone = options.get("local_steps") is None and "local_steps" in given
-    if wrong := sorted(
-        given
-        - {
-            *MAY_CHANGE,
-            *(("local_steps", "lr", *options_that_need("local steps")) if begins_alone else ()),
-        }
-    ):
+    _refuse_changes(given, args, options)
+    vars(args).update(_kept(given, args, options))
+    if args.steps != options["steps"]:
+        extend_rate(args, found.recorded(args))
+    args.out = args.out or str(found.run)
+    return found
+
+
+def _refuse_changes(given: set[str], args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Raise ConfigError for a given option that a resumed run cannot change. Args: options: of the
+    checkpoint."""
+    may_change = {*MAY_CHANGE}
+    if options.get("local_steps") is None and "local_steps" in given:  # local steps begin here
+        may_change |= {"local_steps", "lr", *options_that_need("local steps")}
+    if wrong := sorted(given - may_change):
         was = options.get(wrong[0])
         was = "off" if was is False else "on" if was is True else "none" if was is None else was
         fail(
@@ -294,22 +301,22 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
             f"--steps {args.steps}: the run is to make {options['steps']}, and may make more, "
             "but not fewer"
         )
-    stays = {
+
+
+def _kept(given: set[str], args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the checkpoint that the resumed run keeps."""
+    kept = {
         name: value for name, value in options.items() if name not in given and hasattr(args, name)
     }
     if "plan" in given:
-        stays = {name: value for name, value in stays.items() if name not in OF_THE_PLAN}
+        kept = {name: value for name, value in kept.items() if name not in OF_THE_PLAN}
     if given & {"plan", "ranks", "elastic"}:
-        stays = {name: value for name, value in stays.items() if name not in OF_AN_ELASTIC_JOB}
-    if stays.get("local_steps", args.local_steps) is not None:
-        if stays.get("elastic") is not None and detect().launcher == "alone":
+        kept = {name: value for name, value in kept.items() if name not in OF_AN_ELASTIC_JOB}
+    if kept.get("local_steps", args.local_steps) is not None:
+        if kept.get("elastic") is not None and detect().launcher == "alone":
             say_line("minidist train: the run was an elastic job and continues without --elastic")
-        stays = {name: value for name, value in stays.items() if name not in OF_AN_ELASTIC_JOB}
-    vars(args).update(stays)
-    if args.steps != options["steps"]:
-        extend_rate(args, found.recorded(args))
-    args.out = args.out or str(found.run)
-    return found
+        kept = {name: value for name, value in kept.items() if name not in OF_AN_ELASTIC_JOB}
+    return kept
 
 
 def _options(found: Resumption, args: argparse.Namespace) -> dict[str, Any]:

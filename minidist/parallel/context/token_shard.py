@@ -19,6 +19,7 @@ from minidist.device.backend import Array, array_module, device_of, index_range,
 from minidist.nn import GPT, Dropout, DropoutKey, Embedding
 from minidist.nn.attention import CausalSelfAttention
 from minidist.nn.gpt import Output
+from minidist.parallel.step.step import Key, Loss, Part
 
 TOKENS = 1  # the dim of (B, T, width) that is cut
 OwnTokens = Callable[[int], Any]
@@ -75,6 +76,22 @@ def pick(array: Array, own: OwnTokens, dim: int) -> Array:
 def own_key(key: DropoutKey | None, own: OwnTokens) -> DropoutKey | None:
     """Return the own tokens' part of a dropout key of all tokens."""
     return key and replace(key, tokens=pick(key.tokens, own, TOKENS))
+
+
+def loss_of_tokens(model: GPT, key: Key, own: OwnTokens) -> Loss:
+    """Return the loss of a rank that works on a shard of the tokens: the sum of the losses of its
+    own tokens of some rows, divided by `divisor`."""
+
+    def loss(part: Part, divisor: int) -> Tensor:
+        return model.loss(
+            pick(part.inputs, own, TOKENS),
+            pick(part.targets, own, TOKENS),
+            divisor,
+            key=own_key(key(part), own),
+            positions=index_range(part.inputs.shape[TOKENS]),
+        )
+
+    return loss
 
 
 # ------------------------------------------------------------------------------------------- layers

@@ -119,10 +119,8 @@ class BucketOrder:
         self.by = by
         self.unused = unused
         self.completed: list[Parameter] = []
-        self._idle = True
-        self._more_to_come = False
-        self._between_steps = True
-        self._computed = False
+        self._more_to_come = False  # after the newest backward, more of its step follow
+        self._computed = False  # this rank has computed something in this step
         for run in runs:
             for parameter in run:
                 parameter.hooks.append(self._final)
@@ -133,7 +131,8 @@ class BucketOrder:
         of them."""
         self.runs = runs
         self.started = len(runs)
-        self._missing = [0] * len(runs)  # gradients each run still waits for
+        # gradients each run still waits for in this backward; between two of them none
+        self._missing = [0] * len(runs)
         self._run_of = {parameter: index for index, run in enumerate(runs) for parameter in run}
 
     def backward(
@@ -153,22 +152,24 @@ class BucketOrder:
         Raises:  GradientError if gradients of the last step are still there, or as `unused` says.
         """
         self._begin(more_to_come)
-        deferred = (
-            []
-            if share is None
-            else precision.backward(share, dy, defer_weights=defer, surveyed=self._expect)
-        )
-        self._finish()
+        deferred = []
+        if share is not None:
+            deferred = precision.backward(share, dy, defer_weights=defer, surveyed=self._expect)
+        if self.unused == "error" and not more_to_come:
+            self._refuse_unused(())
+        self._missing = [0] * len(self.runs)
+        if not more_to_come:
+            self._start_complete()
         return deferred
 
     def backward_weights(self, precision: Precision, deferred: list[WeightGradient]) -> None:
         """Compute the gradients that a backward has deferred; no run starts."""
         self._begin(more_to_come=True)
         precision.backward_weights(deferred)
-        self._finish()
+        self._missing = [0] * len(self.runs)
 
     def _begin(self, more_to_come: bool) -> None:
-        if self._between_steps:
+        if not self._more_to_come:  # the first backward of a step
             kept = next((p.name for run in self.runs for p in run if p.grad is not None), None)
             if kept is not None:
                 raise GradientError(
@@ -176,9 +177,7 @@ class BucketOrder:
                     "be added to this step's; call optimizer.zero_grad() after every step"
                 )
             self._computed = False
-        self._idle = False
         self._more_to_come = more_to_come
-        self._between_steps = not more_to_come
         self._missing = [len(run) for run in self.runs]
         self.started = 0
 
@@ -188,23 +187,16 @@ class BucketOrder:
         self.completed = []
         if self._more_to_come:
             return
-        self._refuse_unused(reached)
+        if self.unused == "error":
+            self._refuse_unused(reached)
         for index, run in enumerate(self.runs):
             self._missing[index] -= sum(id(parameter) not in reached for parameter in run)
         self._start_complete()
 
-    def _finish(self) -> None:
-        self._idle = True
-        if self._more_to_come:
-            return
-        self._refuse_unused(())
-        self._missing = [0] * len(self.runs)
-        self._start_complete()
-
     def _refuse_unused(self, reached: Collection[int]) -> None:
-        """Raise, with unused="error", for parameters that no backward of the step reaches; not on a
-        rank without a row."""
-        if self.unused != "error" or not self._computed:
+        """Raise for parameters that no backward of the step reaches; not on a rank without a
+        row."""
+        if not self._computed:
             return
         names = [
             p.name
@@ -231,7 +223,7 @@ class BucketOrder:
                 f"{self.who}: {parameter.name!r} has a gradient now, but had none in the first "
                 "step; static=True is for losses that use the same parameters in every step"
             )
-        if self._idle or not self._missing[index]:
+        if not self._missing[index]:
             raise GradientError(
                 f"{self.who}: a gradient for {parameter.name!r} outside a step; run backward by "
                 f"{self.by}, with the sum of the losses"

@@ -43,7 +43,7 @@ from minidist.parallel.hybrid.option_checks import check_clip
 from minidist.parallel.hybrid.parallelize import parallelize
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.memory.activations import checkpoint_blocks
-from minidist.parallel.memory.offload_costs import require_memory, require_room
+from minidist.parallel.memory.offload_costs import require_room
 from minidist.parallel.state import checkpoint
 from minidist.parallel.state.manifest import require_told
 from minidist.parallel.state.save_async import AsyncSaver, PendingSave
@@ -189,11 +189,8 @@ class Trainer:
             noise = self.config.mixture is not None and self.config.mixture.noise
             self._draws = bool(self.config.dropout or noise or "8bit" in plan.ways)
             self.budget = make_budget(
-                plan, self.model, self.mesh, self.keeper, getattr(self.strategy, "pipeline", None)
+                plan, self.model, self.mesh, self.keeper, self.strategy.pipeline
             )
-            if plan.zero == 3:
-                zero3: Any = self.strategy.data_axis
-                require_memory(plan.device_memory, zero3.units, zero3.root)
             self.optimizer: Optimizer = self._make_optimizer(self.strategy.parameters)
             if self.strategy.data_axis.scheme is not None:
                 self.strategy.data_axis.scheme.take_optimizer(self.optimizer)
@@ -501,7 +498,7 @@ class Trainer:
                 batch,
                 self.optimizer,
                 lr=self.learning_rate(self.updates_done),
-                clip=self.clip,
+                clip=self._clip,
                 accumulate=self.plan.accumulate,
             )
             if self.loads.layers:

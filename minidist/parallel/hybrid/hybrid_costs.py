@@ -94,7 +94,7 @@ def data_collectives(trainer: Any, sequences: int) -> list[Collective]:
     """
     plan = trainer.plan
     data = trainer.strategy.data_axis
-    pipeline = trainer.strategy.pipeline if plan.composed else None
+    pipeline = trainer.strategy.pipeline
     if pipeline is None or not data.reduces_each_pass:
         return data.traffic(plan.accumulate) * plan.updates(sequences)  # type: ignore[no-any-return]
     passes = plan.accumulate * plan.pieces

@@ -56,6 +56,7 @@ Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training o
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,20 +65,13 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.data.rank_batch import add_losses
 from minidist.device import account
-from minidist.device.backend import Array, index_range
+from minidist.device.backend import Array
 from minidist.nn import GPT
 from minidist.nn.weight_shard import assemble
 from minidist.optim import Optimizer
 from minidist.parallel.context.context_parallel import ContextParallel
 from minidist.parallel.context.sequence_parallel import SequenceParallel
-from minidist.parallel.context.token_shard import (
-    TOKENS,
-    OwnTokens,
-    all_tokens,
-    own_key,
-    pick,
-    within,
-)
+from minidist.parallel.context.token_shard import OwnTokens, all_tokens, within
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.pipeline.stages import StageModel
@@ -85,7 +79,7 @@ from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.model_axis import ModelAxis, Summand, add_up
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Counted, Key, Part, part_of
+from minidist.parallel.step.step import Batch, Counted, Part, part_of
 from minidist.parallel.step.strategy import DataAxis, PassLoop
 from minidist.parallel.tensor.tensor_parallel import TensorParallel
 from minidist.parallel.zero.shards import ShardStore
@@ -135,9 +129,9 @@ def plain_hybrid(
 #   run           once for each pass:
 #     with pp     1.1 to 1.3 and 2.1: Pipeline.run splits the rows into microbatches, and Executor
 #                 runs the schedule; StagePass (pipeline/stages.py) computes each forward and
-#                 backward, on TokenStages (token_stages.py). A stage's backward is the data
-#                 axis's, never as the `last`
-#     without     forward, then backward of the data axis; the `last` starts the sums (2.2)
+#                 backward, with cp or sequence parallelism on TokenStages (token_stages.py). A
+#                 stage's backward is the data axis's, never as the `last`
+#     without     DataAxis.run: forward, then backward; the `last` starts the sums (2.2)
 #   finish_step   2.2: with pp, DDP and ZeRO-1 start their sums here and wait for them
 #                 (DataAxis.finish_step: a last backward of nothing); ZeRO-2 and 3 have reduced in
 #                 each backward
@@ -158,6 +152,7 @@ class Hybrid(PassLoop):
     Attributes: flats_with_sums: the runs of the data axis that have a gradient to be summed over
                 ranks of other axes too.
                 summands: these gradients, each with the group that sums it.
+                counted: the gradients that this rank counts in the norm.
     """
 
     def __init__(
@@ -169,7 +164,6 @@ class Hybrid(PassLoop):
         data_axis: DataAxis,
         pipeline: StageModel | None = None,
         *,
-        key: Key,
         recorder: Recorder,
         store: ShardStore,
     ) -> None:
@@ -177,14 +171,12 @@ class Hybrid(PassLoop):
         self.mesh = mesh
         self.plan = plan
         self.axes = axes
-        self._data_axis = data_axis
+        self.data = data_axis
         self.pipeline = pipeline
-        self.key = key
-        self.loss = self._loss  # an attribute in every Strategy: others are given theirs
+        self.loss = data_axis.loss
         self.precision = data_axis.precision
         self.recorder = recorder
         self.store = store
-        self.tokens = tokens_of(axes)[0]
         # the first use of a group splits the world (mesh.py): all ranks name them in this order
         self.row_group = mesh.rows
         self.replica_group = mesh["pp", "tp"]
@@ -192,17 +184,18 @@ class Hybrid(PassLoop):
         self.everyone = mesh["dp", "pp", "ep", "cp", "tp"]
         # a whole gradient is the same along dp and cp; with ZeRO they have pieces of it
         self.norm_group = self.everyone if data_axis.divides_state else mesh["pp", "ep", "tp"]
-        # others wait for a rank without rows
-        self.always = data_axis.computes_without_rows or plan.ep > 1
         if pipeline is not None:
-            pipeline.use(data_axis, always=self.always)
+            pipeline.use(data_axis)
         self.parameters = data_axis.parameters
         self.summands = self._summands()
+        self.counted = Counted(
+            [piece for owner, piece in data_axis.updated() if self._counts(owner)], self.norm_group
+        )
 
     @property
     def data_axis(self) -> DataAxis:
         """The strategy of the data axis."""
-        return self._data_axis
+        return self.data
 
     def _summands(self) -> list[Summand]:
         """Return the gradients to add up when the data axis has its sums: whole, or with ZeRO this
@@ -210,14 +203,12 @@ class Hybrid(PassLoop):
         found = [
             (owner, piece, group)
             for axis in self.axes
-            for owner, piece in self.data_axis.updated()
+            for owner, piece in self.data.updated()
             if (group := axis.sums_over(owner)) is not None and group.size > 1
         ]
         self._sums_of = [(owner, group) for owner, _, group in found]
         owners = {owner for owner, _ in self._sums_of}
-        self.flats_with_sums = [
-            flat for flat in self.data_axis.flats if owners & {*flat.parameters}
-        ]
+        self.flats_with_sums = [flat for flat in self.data.flats if owners & {*flat.parameters}]
         return [Summand(piece, group) for _, piece, group in found]
 
     # ----------------------------------------------------------------------------------------- step
@@ -229,29 +220,27 @@ class Hybrid(PassLoop):
 
     def begin_step(self) -> None:
         """Begin a step, as PassLoop.begin_step."""
-        self.data_axis.begin_step()
+        self.data.begin_step()
 
     def run(self, part: Part, *, divisor: int, last: bool) -> Tensor | float | None:
         """Run forward and backward of some rows, as PassLoop.run; through the pipeline if there is
         one."""
-        self.data_axis.begin_pass()
-        if self.pipeline is not None:
-            return self.pipeline.run(part, divisor=divisor, last=last)
-        with self.recorder.span("forward", rows=len(part.inputs)):
-            share = self.loss(part, divisor) if len(part.inputs) or self.always else None
-        self.data_axis.backward(share, last=last)
-        return share
+        if self.pipeline is None:
+            return self.data.run(part, divisor=divisor, last=last)
+        self.data.begin_pass()
+        return self.pipeline.run(part, divisor=divisor, last=last)
 
     def finish_step(self) -> None:
         """Sum the gradients over the data axis, then those that other ranks add to."""
-        self.data_axis.finish_step()
-        # store: with an offload the gradients of ZeRO's pieces lie on the host, or are read there
-        # from disk, and are summed there
-        with (
-            self.recorder.span("add up", "communication"),
-            self.store.gradients(self.flats_with_sums),
-        ):
-            add_up(self.summands)
+        self.data.finish_step()
+        if self.summands:
+            # store: with an offload the gradients of ZeRO's pieces lie on the host, or are read
+            # there from disk, and are summed there
+            with (
+                self.recorder.span("add up", "communication"),
+                self.store.gradients(self.flats_with_sums),
+            ):
+                add_up(self.summands)
 
     def conclude(
         self,
@@ -267,31 +256,14 @@ class Hybrid(PassLoop):
 
         Cost:    as DataAxis.conclude, and gradient_norm with `clip`.
         """
-        self.data_axis.update(optimizer, lr=lr, clip=clip, counted=self.counted(batch))
+        counted = replace(self.counted, batch=batch)  # the ranks compare the batch with the norm
+        self.data.update(optimizer, lr=lr, clip=clip, counted=counted)
         return LateLoss(add_losses(self.loss_group, share.wait(), batch, everyone=self.everyone))
-
-    def _loss(self, part: Part, divisor: int) -> Tensor:
-        """Return the sum of the losses of this rank's tokens of some rows, divided by `divisor`."""
-        inputs, targets = (
-            pick(array, self.tokens, TOKENS) for array in (part.inputs, part.targets)
-        )
-        return self.model.loss(
-            inputs,
-            targets,
-            divisor,
-            key=own_key(self.key(part), self.tokens),
-            positions=index_range(part.inputs.shape[TOKENS]),
-        )
-
-    def counted(self, batch: Batch) -> Counted:
-        """Return what this rank counts in the norm; the ranks compare the batch with it."""
-        counted = [piece for owner, piece in self.data_axis.updated() if self._counts(owner)]
-        return Counted(counted, self.norm_group, batch)
 
     def _counts(self, owner: Parameter) -> bool:
         """Return whether this rank counts the gradient, or its piece of it, in the norm."""
         first = self.mesh.coordinates["ep"] == 0  # all of ep hold what experts do not divide
-        copy = self.data_axis.first_copy if self.data_axis.divides_state else first
+        copy = self.data.first_copy if self.data.divides_state else first
         return (copy or owner.shared_by is not None) and all(
             axis.counts(owner) for axis in self.axes
         )
@@ -299,7 +271,7 @@ class Hybrid(PassLoop):
     # ----------------------------------------------------------------------------------- evaluation
 
     def evaluating(self) -> AbstractContextManager[Any]:
-        return self.data_axis.evaluating()
+        return self.data.evaluating()
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
         """Return the ranks of dp and ep, which divide the rows."""
@@ -307,10 +279,10 @@ class Hybrid(PassLoop):
 
     def loss_share(self, part: Part) -> float:
         """Return this rank's share of the sum of the losses of its rows, without gradients."""
-        self.data_axis.begin_pass()
-        if self.pipeline is not None:
-            return self.pipeline.evaluate(part, divisor=1)
-        return float(self.loss(part, 1).item()) if len(part.inputs) or self.always else 0.0
+        if self.pipeline is None:
+            return self.data.loss_share(part)
+        self.data.begin_pass()
+        return self.pipeline.evaluate(part, divisor=1)
 
     def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
         """Return losses and tokens of all ranks that have a share of the loss; of ranks that share
@@ -327,10 +299,10 @@ class Hybrid(PassLoop):
         with account.use(self.store.host if away else account.current()):
             if self.pipeline is not None:
                 return self.pipeline.state_dict()
-            return assemble(self.model, self.data_axis.state_dict(), self.mesh["tp"])
+            return assemble(self.model, self.data.state_dict(), self.mesh["tp"])
 
     def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
-        return self.data_axis.frozen(changes=changes)
+        return self.data.frozen(changes=changes)
 
     def summand_of(self, parameter: Parameter) -> tuple[int, int]:
         number = 0
@@ -341,12 +313,12 @@ class Hybrid(PassLoop):
         return number, count
 
     def state_replaced(self) -> None:
-        self.data_axis.state_replaced()
+        self.data.state_replaced()
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
         """Compare the weights that several ranks hold, as Strategy.check_replicas: over the data
         axis, over tp, and a tied table at both ends."""
-        self.data_axis.check_replicas(self.mesh.copies, when=when)
+        self.data.check_replicas(self.mesh.copies, when=when)
         if self.plan.zero < 3:  # with ZeRO-3 no rank holds weights whole
             for axis in self.axes:
                 axis.check_shared(when=when)
@@ -354,7 +326,8 @@ class Hybrid(PassLoop):
 
 def tokens_of(axes: Sequence[ModelAxis]) -> tuple[OwnTokens, OwnTokens]:
     """Return the tokens of a sequence that this rank works on, and the tokens whose activations it
-    passes on between layers: with sequence parallelism a part of the first."""
+    passes on between layers: with sequence parallelism a part of the first. Both are `all_tokens`
+    if the ranks divide none."""
     tokens: OwnTokens = all_tokens
     carried: OwnTokens = all_tokens
     for axis in axes:
@@ -362,7 +335,7 @@ def tokens_of(axes: Sequence[ModelAxis]) -> tuple[OwnTokens, OwnTokens]:
             tokens = axis.own_tokens
         elif isinstance(axis, SequenceParallel):
             carried = axis.own_tokens
-    return tokens, within(tokens, carried)
+    return tokens, carried if tokens is all_tokens else within(tokens, carried)
 
 
 def lay_out(model: GPT, axes: Sequence[ModelAxis], pipeline: StageModel | None) -> None:

@@ -17,13 +17,13 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.device.backend import on_gpu
 from minidist.nn import GPT
-from minidist.parallel.memory.offload_costs import require_disk
+from minidist.parallel.memory.offload_costs import require_disk, require_memory
 from minidist.parallel.step.model_axis import ModelAxis
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.single import Single
-from minidist.parallel.step.step import Key, Part
+from minidist.parallel.step.step import Key, Part, loss_of
 from minidist.parallel.step.strategy import DataAxis, Strategy
 from minidist.parallel.zero.shards import ShardStore
 
@@ -129,7 +129,8 @@ def compose(
 ) -> "Hybrid":
     """Take this rank's stages of a model that `axes` divide, draw its weights, and return the
     strategy that trains them as replicas. Args, Raises: as parallelize."""
-    from minidist.parallel.hybrid.hybrid_step import Hybrid, lay_out
+    from minidist.parallel.context.token_shard import all_tokens, loss_of_tokens
+    from minidist.parallel.hybrid.hybrid_step import Hybrid, lay_out, tokens_of
     from minidist.parallel.hybrid.pipedream_step import HybridPipeDream
 
     precision = precision or Precision()
@@ -146,14 +147,18 @@ def compose(
     lay_out(model, axes, pipeline)
     if plan.offload == "all":
         require_disk(plan, model, store, f"rank {mesh.world.rank}")
-    data_axis = make_data_axis(model, mesh.copies, plan, seed=seed, store=store, **common)
+    tokens, _ = tokens_of(axes)
+    loss = loss_of(model, key) if tokens is all_tokens else loss_of_tokens(model, key, tokens)
+    data_axis = make_data_axis(
+        model, mesh.copies, plan, seed=seed, store=store, loss=loss, **common
+    )
+    if plan.ep > 1:  # a rank without rows computes other ranks' tokens
+        data_axis.computes_without_rows = True
     if plan.zero < 3:  # with ZeRO-3 no rank holds weights whole
         for axis in axes:
             axis.check_shared(when="before the first step")
     strategy = HybridPipeDream if plan.updates_each_microbatch else Hybrid
-    return strategy(
-        model, mesh, plan, axes, data_axis, pipeline, key=key, recorder=recorder, store=store
-    )
+    return strategy(model, mesh, plan, axes, data_axis, pipeline, recorder=recorder, store=store)
 
 
 def make_pipeline(
@@ -167,16 +172,21 @@ def make_pipeline(
     **options: Any,
 ) -> "StageModel":
     """Take this rank's stages of a model, and return the object that runs them."""
+    from minidist.parallel.context.token_shard import all_tokens
     from minidist.parallel.hybrid.hybrid_step import tokens_of
     from minidist.parallel.hybrid.layer_timing import stage_layers
     from minidist.parallel.hybrid.token_stages import TokenStages
     from minidist.parallel.pipeline.schedules import make_schedule
+    from minidist.parallel.pipeline.stages import Stages
 
     schedule = make_schedule(plan.schedule, plan.pp, plan.pieces, chunks=plan.stages_per_rank)
     layers = stage_layers(
         plan.stage_layers, model.config, schedule.stages, mesh.world, device=device
     )
+    make_stages: Any = Stages
     tokens, carried = tokens_of(axes)
+    if carried is not all_tokens:
+        make_stages = partial(TokenStages, tokens=tokens, carried=carried)
     pipeline: StageModel = stage_class(schedule)(
         model,
         mesh["pp"],
@@ -184,7 +194,7 @@ def make_pipeline(
         seed=seed,
         layers=layers,
         device=device,
-        make_stages=partial(TokenStages, tokens=tokens, carried=carried),
+        make_stages=make_stages,
         tp=mesh["tp"],
         alone=False,
         **options,
@@ -257,7 +267,7 @@ def make_data_axis(
 
             zero3 = StagedZero3 if plan.pp > 1 else Zero3
             tied = model.tokens if model.config.tied else None  # used at both ends: held all step
-            return zero3(
+            axis = zero3(
                 model,
                 group,
                 units=[child for _, child in model.children() if child is not tied],
@@ -266,6 +276,8 @@ def make_data_axis(
                 free_after_forward=not plan.keep_gathered,
                 **options,
             )
+            require_memory(plan.device_memory, axis.units, axis.root)
+            return axis
 
 
 # ------------------------------------------------------------------------------- the data axis alone
@@ -285,13 +297,9 @@ def replicate(
 ) -> Strategy:
     """Draw a model, and return the strategy of a plan that has only the data axis. Args: as
     parallelize; group: its ranks."""
-
-    def loss(part: Part, divisor: int) -> Any:
-        return model.loss(part.inputs, part.targets, divisor, key=key(part))
-
     recorder = recorder or Silent()
     store = store or ShardStore()
-    options: dict[str, Any] = {"loss": loss, "recorder": recorder}
+    options: dict[str, Any] = {"loss": loss_of(model, key), "recorder": recorder}
     if plan.server_device != SAME and group.rank >= plan.workers:
         device = plan.server_device
     gpus = [int(number) for number in plan.devices.split(",") if number]

@@ -51,12 +51,12 @@ class HybridPipeDream(Hybrid):
         assert isinstance(self.pipeline, PipeDream)
 
         def update() -> None:
-            self.data_axis.finish_step()
+            self.data.finish_step()
             add_up(self.summands)
-            self.data_axis.update(optimizer, lr=lr, clip=None)
-            self.data_axis.begin_step()
+            self.data.update(optimizer, lr=lr, clip=None)
+            self.data.begin_step()
 
-        self.data_axis.begin_step()
+        self.data.begin_step()
         parts, sizes = self._microbatches(batch)
         work = StashingPass(self.pipeline, parts, sizes, update)
         self.pipeline.executor.run(work)

@@ -84,6 +84,7 @@ class Stages:
                 cut.tokens = None
         if self.last not in own:
             cut.norm = cut.head = None
+        self._weight: Parameter = next(cut.parameters())  # activations are on its device
 
     def mixtures(self, stage: int) -> list[Mixture]:
         """Return the mixtures of a stage's blocks."""
@@ -100,7 +101,7 @@ class Stages:
 
     def room(self, inputs: Array) -> Array:
         """Return a new array for the activation between stages of some token ids (B, T)."""
-        device = backend.device_of(next(self.model.parameters()).data)
+        device = backend.device_of(self._weight.data)
         shape = self.between(*inputs.shape)
         return backend.empty(shape, backend.dtype(self.config.dtype), device)
 
@@ -272,15 +273,15 @@ class StageModel(ModelAxis, PassLoop):
         if alone:
             self.use(Single(self.model, precision=self.precision))
 
-    def use(self, data: DataAxis, *, always: bool = False) -> None:
+    def use(self, data: DataAxis) -> None:
         """Take `data`, an axis made of this rank's model, for the gradients and the update.
 
         In chapter 17 Hybrid calls it, when the data axis is made from the model that the stages
         left.
-        Args:    always: microbatches without a row are computed, too: other ranks wait for them.
         """
         self.data = data
-        self.always = always or data.reduces_each_pass
+        # microbatches without a row are computed, too: other ranks wait for them
+        self.always = data.computes_without_rows or data.reduces_each_pass
         self.weights = [owner for owner, _ in data.updated()]
         self.parameters = data.parameters
         data.set_segments(
@@ -325,22 +326,6 @@ class StageModel(ModelAxis, PassLoop):
         if self.ends is not None:
             assert self.stages.table is not None, "both ends have it"
             check_equal_replicas([self.stages.table], self.ends, when=when)
-
-    def go_back(
-        self, stage: int, y: Tensor, dy: Array | None, *, whole: bool = True
-    ) -> list[WeightGradient]:
-        """Run backward of a stage's output y (dy None: the loss); unless `whole`, return deferred
-        gradients of weights."""
-        share = y if y.requires_grad else None  # None: all weights of the first stage are frozen
-        # segment: the index of the stage among this rank's; last=False: another microbatch may
-        # follow, and finish_step starts the sums
-        return self.data.backward(
-            share, dy, segment=stage // self.group.size, last=False, defer=not whole
-        )
-
-    def go_back_weights(self, stage: int, deferred: list[WeightGradient]) -> None:
-        """Compute the gradients that `go_back` of a stage deferred."""
-        self.data.backward_weights(deferred, segment=stage // self.group.size)
 
     # ------------------------- a pass, an evaluation, the weights: chapters 10 and 11, and chapter 17
 
@@ -463,10 +448,21 @@ class StagePass:
         start, y = self.kept.pop((stage, microbatch))
         for layer in self.stages.mixtures(stage):
             layer.balance_scale = self.pipeline.precision.scale / self.divisor
-        deferred = self.pipeline.go_back(stage, y, dy, whole=whole)
+        # None: all weights of the first stage are frozen
+        share = y if y.requires_grad else None
+        # segment: the index of the stage among this rank's; last=False: another microbatch may
+        # follow, and finish_step starts the sums
+        deferred = self.pipeline.data.backward(
+            share,
+            dy,
+            segment=stage // self.pipeline.group.size,
+            last=False,
+            defer=not whole,
+        )
         if not whole:
             self._deferred[stage, microbatch] = deferred
         return None if start is None else start.grad
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
-        self.pipeline.go_back_weights(stage, self._deferred.pop((stage, microbatch)))
+        deferred = self._deferred.pop((stage, microbatch))
+        self.pipeline.data.backward_weights(deferred, segment=stage // self.pipeline.group.size)

@@ -31,9 +31,12 @@ Loss = Callable[[Part, int], Tensor]
 """`loss(part, divisor)`: the sum of the losses of the part's targets over `divisor`, one number."""
 
 
-def loss_of(model: Any) -> Loss:
-    """Return the model's own loss: `model.loss(inputs, targets, divisor)`."""
-    return lambda part, divisor: model.loss(part.inputs, part.targets, divisor)
+def loss_of(model: Any, key: Key | None = None) -> Loss:
+    """Return the model's own loss: `model.loss(inputs, targets, divisor)`; of a GPT with the rows'
+    dropout key."""
+    if key is None:
+        return lambda part, divisor: model.loss(part.inputs, part.targets, divisor)
+    return lambda part, divisor: model.loss(part.inputs, part.targets, divisor, key=key(part))
 
 
 def part_of(batch: Batch, *, size: int, rank: int) -> Part:

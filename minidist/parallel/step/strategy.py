@@ -10,9 +10,9 @@ The step is one loop (`PassLoop.start_step`); a chapter defines its parts:
 
 Servers, replicas in one process, local steps and PipeDream have a `start_step` of their own.
 
-A data axis (DDP, ZeRO, one process) runs a pass in three parts: begin_pass, forward, backward; the
-`last` backward sums over the ranks. Chapter 17 calls these parts itself, because its passes go
-through other axes too.
+A data axis (DDP, ZeRO, one process) runs a pass in two parts: forward, backward; the `last` backward
+sums over the ranks. A pipeline (chapter 17) computes the passes itself, and asks the data axis only
+for the backward of its stages.
 """
 
 from abc import ABC, abstractmethod
@@ -59,6 +59,7 @@ class Strategy(ABC):
                 diverged: the object that has the common state (steps, common_state, begin_at), if
                 ranks have weights and state of their own (local steps); None: ranks are equal.
                 scheme: the form in which gradients are sent, if the strategy has a choice.
+                pipeline: runs this rank's stages (a StageModel), if there are several.
     """
 
     model: Module
@@ -69,6 +70,7 @@ class Strategy(ABC):
     asynchronous = False
     diverged: Any = None
     scheme: Scheme | None = None
+    pipeline: Any = None
 
     @property
     def data_axis(self) -> "Strategy":
@@ -195,8 +197,9 @@ class PassLoop(Strategy):
         """Make a step, as Strategy.start_step."""
         self.begin_step()
         loss = LateLoss()  # this rank's share of it
+        divisor = targets_in(batch)
         for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
-            loss.add(self.run(part, divisor=targets_in(batch), last=number == accumulate))
+            loss.add(self.run(part, divisor=divisor, last=number == accumulate))
         self.finish_step()
         return self.conclude(loss, batch, optimizer, lr=lr, clip=clip)
 
@@ -241,8 +244,8 @@ class PassLoop(Strategy):
 class DataAxis(PassLoop):
     """Ranks that divide a batch's rows and sum gradients; the step is PassLoop's. Args: as DDP."""
 
-    # True: a rank without a row runs too, as others gather with it
-    computes_without_rows: ClassVar[bool] = False
+    # True: a rank without a row runs too, because others wait for it
+    computes_without_rows = False
     # True: each backward ends in sums, as no rank keeps whole gradients
     reduces_each_pass: ClassVar[bool] = False
     # `updated()` are pieces, each rank has the state of its own (ZeRO)
@@ -252,6 +255,7 @@ class DataAxis(PassLoop):
     flats: Sequence[Flat] = ()  # runs of parameters of which this rank updates chunks (ZeRO)
     # this rank belongs to the first copy of the state (with DDP: rank 0)
     first_copy = True
+    weights: Sequence[Parameter]  # that learn
     counted: Counted  # what this rank counts in the norm
     _summed = True  # this step's gradients are summed over the ranks
 
@@ -286,12 +290,13 @@ class DataAxis(PassLoop):
     def begin_step(self) -> None:
         """Begin a step, as PassLoop.begin_step."""
         self._summed = False
-        self.model.zero_grad()
+        for parameter in self.weights:
+            parameter.zero_grad()
         if self.scheme is not None:
             self.scheme.begin_step(self.precision.scale)
 
     def begin_pass(self) -> None:
-        """Prepare for a forward that is about to run."""
+        """Prepare for a pass whose forward a pipeline computes; else `forward` does it."""
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
         """Return this rank's share of the mean loss: the sum of its losses over `divisor`, the
@@ -328,7 +333,6 @@ class DataAxis(PassLoop):
 
     def run(self, part: Part, *, divisor: int, last: bool) -> Tensor | None:
         """Run forward and backward of some rows, as PassLoop.run."""
-        self.begin_pass()
         with self.recorder.span("forward", rows=len(part.inputs)):
             share = self.forward(part, divisor=divisor)
         self.backward(share, last=last)
@@ -377,6 +381,5 @@ class DataAxis(PassLoop):
 
     def loss_share(self, part: Part) -> float:
         """Return the sum of the losses of some rows, as Strategy.loss_share."""
-        self.begin_pass()
         share = self.forward(part, divisor=1)
         return 0.0 if share is None else float(share.item())

@@ -66,18 +66,20 @@ class GradientShards:
         self._last = last
 
     def _lend(self, index: int, parameter: Parameter) -> Array:
-        """The parameter's view of its run's buffer, which is made when the run's first gradient
-        comes."""
+        """Give a run a buffer, because its first gradient comes: each of its parameters gets a view
+        of it. Return the view of `parameter`."""
+        # For ZeRO-2, whose buckets fill in ascending order. Two earlier buckets still have buffers:
+        # one is in flight, one still fills (a bias may come after the weight behind it). Wait for
+        # the one in flight. ZeRO-3's order descends: start() keeps the bound.
+        if sum(earlier < index for earlier in self._buffers) > 1:
+            self.take_sum()
+        self.store.before_buffer()
         flat = self.flats[index]
-        if index not in self._buffers:
-            # For ZeRO-2, whose buckets fill in ascending order. Two earlier buckets still have
-            # buffers: one is in flight, one still fills (a bias may come after the weight behind
-            # it). Wait for the one in flight. ZeRO-3's order descends: start() keeps the bound.
-            if sum(earlier < index for earlier in self._buffers) > 1:
-                self.take_sum()
-            self.store.before_buffer()
-            self._buffers[index] = empty_like(flat.parameters[0].data, flat.size, "gradients")
-        return next(view for other, view in flat.views(self._buffers[index]) if other is parameter)
+        self._buffers[index] = empty_like(flat.parameters[0].data, flat.size, "gradients")
+        places = dict(flat.views(self._buffers[index]))
+        for other, view in places.items():
+            other.bind_gradient(view)
+        return places[parameter]
 
     def start(self, index: int) -> None:
         """Begin to reduce a run; what was not reached by this backward counts as zero here.

@@ -32,14 +32,14 @@ from minidist.parallel.zero.shards import ShardStore, ZeroAxis
 class ParameterArrivals:
     """Gathers runs of parameters, of which each rank has its chunk, into whole vectors.
 
-    Args:    flats: the runs, last used first; weights: their whole vectors, of which the parameters
-             are views.
+    Args:    flats: the runs, last used first; vectors: their whole weights, of which the
+             parameters are views.
              axis: the strategy.
     """
 
-    def __init__(self, flats: Sequence[Flat], weights: Sequence[Array], axis: ZeroAxis) -> None:
+    def __init__(self, flats: Sequence[Flat], vectors: Sequence[Array], axis: ZeroAxis) -> None:
         self.flats = flats
-        self.weights = weights
+        self.vectors = vectors
         self.algorithm = axis.algorithm
         self.recorder = axis.recorder
         self._pending: dict[int, Pending] = {}
@@ -52,7 +52,7 @@ class ParameterArrivals:
         # forward order: buckets are last first
         for index in reversed(range(len(self.flats))):
             flat = self.flats[index]
-            vector = self.weights[index]
+            vector = self.vectors[index]
             self.recorder.announce(flat.group.axis, f"all_gather bucket {index}")
             self._pending[index] = flat.group.start_all_gather(
                 vector[flat.chunk], out=vector, algorithm=self.algorithm
@@ -113,18 +113,19 @@ class ShardedReplica(ZeroAxis):
             scheme=scheme,
         )
         check_equal_replicas(model.parameters(), group, when="before the first step")
-        runs = cut(trainable(model.parameters()), bucket_bytes)
+        self.weights = trainable(model.parameters())
+        runs = cut(self.weights, bucket_bytes)
         self.flats = self.stored = [Flat(run, self.sharing.shard_group) for run in runs]
-        self.weights = [flat.join() for flat in self.flats]
+        vectors = [flat.join() for flat in self.flats]
         for flat in self.flats:
             settle_in_vector(flat.parameters)
         self.scheme.attach([self.sharing.gradient_run(flat) for flat in self.flats])
-        for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
-            self.store.keep(flat, weights[flat.chunk], f"bucket {index}")
+        for index, (flat, vector) in enumerate(zip(self.flats, vectors, strict=True)):
+            self.store.keep(flat, vector[flat.chunk], f"bucket {index}")
         self._make_gradients()
         self.parameters = self.pieces()
         self.counted = Counted(self.parameters, self.sharing.shard_group)
-        self.arrivals = ParameterArrivals(self.flats, self.weights, self)
+        self.arrivals = ParameterArrivals(self.flats, vectors, self)
         self._bucket_order = BucketOrder(
             [flat.parameters for flat in self.flats],
             self._start_reduce,

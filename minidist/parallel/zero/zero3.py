@@ -58,7 +58,7 @@ from minidist.parallel.step.flat import Flat, Piece, trainable, untrained
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas
-from minidist.parallel.step.step import Batch, Counted, Loss, part_of
+from minidist.parallel.step.step import Batch, Counted, Loss, Part, part_of
 from minidist.parallel.step.strategy import Collective
 from minidist.parallel.zero.fsdp_units import GatherOrder, Unit, make_units
 from minidist.parallel.zero.gradient_shards import GradientShards
@@ -128,7 +128,8 @@ def plain_zero3(
 # one copy of the state; PassLoop.start_step, DataAxis.run and DataAxis.conclude (step/strategy.py)
 # call the parts; the numbers are those of PlainUnit:
 #   begin_step      marks the shards empty; no message
-#   begin_pass      all-gathers the root (empty unless the model is tied), unless it is there
+#   forward         all-gathers the root (empty unless the model is tied), unless it is there:
+#                   begin_pass
 #   forward 1       start this unit's all-gather unless prefetch did; start the next units'; wait for
 #                   this one: _before_forward
 #   forward 3       free it: _after_forward
@@ -164,7 +165,8 @@ class Zero3(ZeroAxis):
              start equal.
     """
 
-    computes_without_rows = reduces_each_pass = True
+    computes_without_rows = True
+    reduces_each_pass = True
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class Zero3(ZeroAxis):
         )
         self.ahead = ahead
         self.free_after_forward = free_after_forward
-        trainable(model.parameters())
+        self.weights = trainable(model.parameters())
         if seed is None:
             check_equal_replicas(model.parameters(), group, when="before the first step")
         self.units, self.root = make_units(self, units, ahead, seed=seed, device=device)
@@ -233,6 +235,11 @@ class Zero3(ZeroAxis):
         self.root.start_gather()
         self.root.wait_for_weights()
         self.gather_order.begin_pass()
+
+    def forward(self, part: Part, *, divisor: int) -> Tensor | None:
+        """Return this rank's share of the mean loss, as DataAxis.forward."""
+        self.begin_pass()
+        return super().forward(part, divisor=divisor)
 
     def _before_forward(self, unit: Unit) -> None:
         """Gather a unit's weights before its forward, and start to gather the next units'."""

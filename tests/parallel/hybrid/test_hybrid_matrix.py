@@ -20,7 +20,7 @@ from minidist.nn.config import divisors
 from minidist.parallel.context import context_parallel, token_shard
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
-from minidist.parallel.pipeline.stages import StageModel
+from minidist.parallel.pipeline.stages import StagePass
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.staged_zero2 import StagedZero2
 from minidist.parallel.zero.staged_zero3 import StagedZero3
@@ -258,7 +258,7 @@ BUGS = [
     ),
     Bug(
         "dropout of the first tokens",
-        hybrid_step,
+        token_shard,
         "own_key",
         lambda right, key, own: right(key, lambda length: slice(len(own(length)))),
         {"plan": {"cp": 2}},
@@ -280,9 +280,9 @@ BUGS = [
     ),
     Bug(
         "second halves not reduced",
-        StageModel,
-        "go_back_weights",
-        lambda right, self, stage, deferred: self.precision.backward_weights(deferred),
+        StagePass,
+        "backward_weights",
+        lambda right, self, *of: self.pipeline.precision.backward_weights(self._deferred.pop(of)),
         {"plan": {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "microbatches": 2}},
         raises=GradientError,
     ),
