@@ -96,7 +96,7 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
             )
         )
     wide = xp.ascontiguousarray(rows(widen(dy)))
-    # this is the last use of hat: dx takes its place, and no other array is as large
+    # this is the last use of hat, so dx takes its place
     hat = node.hat
     scale = node.scale
     w = widen(node.w)
