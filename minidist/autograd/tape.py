@@ -16,8 +16,9 @@ of its arguments. No closure captures an array, so an array stays alive only if 
 place of a Parameter's data the node keeps the Parameter and reads it again at backward, because a
 strategy may free and re-gather it in between (ZeRO-3).
 
-Rules for gradient functions: return a new array, or `dy` or a view of it, never a saved array; do
-not write to `dy`.
+Rules for gradient functions: return a new array, or `dy` or a view of it; do not write to `dy`. A
+saved array may be overwritten and returned only if it is no argument and no result of the op, one
+call computes all gradients, and this is its last use (`forget`).
 """
 
 import inspect

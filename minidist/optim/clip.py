@@ -18,6 +18,7 @@ from minidist.device.dispatch import kernel
 
 # float64 numbers; OpenBLAS splits a dot product of more than 10,000 among its threads
 _BLOCK = 8192
+_TOGETHER = 16  # blocks of the host, which costs fewer calls
 _DEVICE_BLOCK = 1 << 24
 
 
@@ -54,11 +55,14 @@ def block_sums(gradient: Array) -> Iterator[Array]:
     xp = array_module(gradient)
     flat = gradient.reshape(-1)
     size = _BLOCK if on_host(gradient) else _DEVICE_BLOCK
-    scratch = xp.empty(min(size, flat.size), np.float64)
-    for start in range(0, flat.size, size):
-        piece = flat[start : start + size]
-        wide = scratch[: piece.size]
-        wide[...] = piece
+    whole = flat.size // size * size
+    together = _TOGETHER * size if on_host(gradient) else size
+    for start in range(0, whole, together):
+        wide = flat[start : min(start + together, whole)].astype(np.float64)
+        wide = wide.reshape(-1, 1, size)
+        yield from xp.matmul(wide, wide.swapaxes(1, 2)).reshape(-1)  # a dot product of each block
+    if whole < flat.size:
+        wide = flat[whole:].astype(np.float64)
         yield xp.dot(wide, wide)
 
 

@@ -124,6 +124,16 @@ def test_scratch_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert optim.global_norm(arrays) == pytest.approx(norm, rel=1e-14)
 
 
+@pytest.mark.parametrize("size", [0, 1, 8191, 8192, 8192 * 16, 8192 * 37 + 5])
+def test_blocks_computed_together_have_the_bits_of_each_alone(size: int) -> None:
+    gradient = np.random.default_rng(0).standard_normal(size).astype("float32")
+    alone = []
+    for start in range(0, size, 8192):
+        wide = gradient[start : start + 8192].astype("float64")
+        alone.append(np.dot(wide, wide))
+    assert [*clip.block_sums(gradient)] == alone
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["float32", "float64", ml_dtypes.bfloat16])
 def test_on_a_gpu_norm_and_factor_stay_there(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:

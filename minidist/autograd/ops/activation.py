@@ -42,7 +42,7 @@ def _gated(
     h = slope
     if near:
         xp.add(r, 1.0, out=h)
-        xp.reciprocal(h, out=h)
+        xp.divide(1.0, h, out=h)  # NumPy's reciprocal takes twice as long
         r *= h  # 1 - h
     else:
         xp.reciprocal(r, out=h)
@@ -159,6 +159,14 @@ def _gelu(x: Array, bias: Array | None, overwrite: bool = False) -> tuple[Array,
     return _value_and_slope(_gelu_block, (9.1, 20.7), (12, 24), x, bias, overwrite)
 
 
+def _times_slope(node: Node, dy: Array) -> Array:
+    """Return dy slope, in the memory of the slope: this is its last use."""
+    dx = widen(node.slope)
+    dx *= widen(dy)
+    node.forget()
+    return narrow(dx, dy.dtype)
+
+
 def _silu(x: Array) -> tuple[Array, Array]:
     return _value_and_slope(_silu_block, (71, 671), (140, 1000), x)
 
@@ -191,7 +199,7 @@ def _(node: Node, dy: Array) -> tuple[Array, Array | None]:
             node.x, node.bias, array_module(dy).ascontiguousarray(dy)
         )
     else:
-        dx = narrow(widen(dy) * widen(node.slope), dy.dtype)
+        dx = _times_slope(node, dy)
         dbias = column_sums(rows(dx)) if node.needs("bias") else None
     node.forget()
     return dx, dbias
@@ -206,7 +214,7 @@ def silu(x: Array) -> tuple[Array, Saved]:
 
 @silu.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    return narrow(widen(dy) * widen(node.slope), dy.dtype)
+    return _times_slope(node, dy)
 
 
 @op
