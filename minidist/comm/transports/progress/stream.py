@@ -19,16 +19,16 @@ UNEXPECTED_LIMIT.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 import numpy as np
 
 from minidist.comm.handle import Finished, Handle
 from minidist.comm.health.wait_state import Waits
-from minidist.comm.transport import Accept, Reduce, ShortReceive, Tag
+from minidist.comm.transport import Accept, Likely, Reduce, Tag
 from minidist.comm.transports.progress import frames
-from minidist.comm.transports.progress.engine import LEFT, Engine, yield_core
+from minidist.comm.transports.progress.engine import LEFT, Engine
 from minidist.comm.transports.progress.message import ByteLink, Frame, Peer, Peers, Receive, Send
 from minidist.errors import CommError, LinkLostError, PeerLostError
 
@@ -77,79 +77,19 @@ class StreamTransport(Engine):
                 self._attend(to)
         return send
 
-    def swap(
-        self,
-        tag: Tag,
-        sends: Sequence[tuple[int, np.ndarray, bytes]],
-        receives: Sequence[ShortReceive],
-    ) -> tuple[list[Handle], list[bool]] | None:
-        peers = [self._peers[receive.peer] for receive in receives]
-        if any(
-            receive.nbytes > peer.link.short for receive, peer in zip(receives, peers, strict=True)
-        ):
-            return None
-        with self.lock:
-            if (
-                self._leading
-                or self.waits.error is not None
-                or self.lost
-                or not all(peer.idle for peer in peers)
-            ):
-                return None
-            self._leading = True  # from now on only this thread reads the links
-            self._led += 1
-        try:
-            handles = [self.start_send(peer, tag, view, meta) for peer, view, meta in sends]
-            return handles, self._take(tag, peers, receives)
-        finally:
-            self._step_down()
-
-    def _take(
-        self, tag: Tag, peers: Sequence[Peer], receives: Sequence[ShortReceive]
-    ) -> list[bool]:
-        """Return for each of these messages whether it arrived while the leader looked `spins`
-        times. Not under the lock."""
-        headers = [
-            frames.pack_header(frames.MESSAGE, tag, receive.meta, receive.nbytes, peer.link.align)
-            for receive, peer in zip(receives, peers, strict=True)
-        ]
-        came = [False] * len(receives)
-        idle = 0
-        while idle <= self.spins and self.waits.error is None:
-            idle += 1
-            for i, receive in enumerate(receives):
-                if not came[i] and self._take_one(peers[i], headers[i], receive):
-                    came[i] = True
-                    idle = 0
-            if all(came):
-                break
-            yield_core()
-        return came
-
-    def _take_one(self, peer: Peer, header: bytes, receive: ShortReceive) -> bool:
-        """Take a message if it is complete and at the front of its link; return whether it was."""
-        try:
-            payload = peer.link.whole(header, receive.nbytes)
-        except (EOFError, OSError) as error:
-            self._end_of(peer, error)
-            return False
-        if payload is None:
-            return False
-        try:
-            target = receive.into()
-        except Exception:  # the message stays: start_recv's wait() raises the same for it
-            return False
-        target.view(np.uint8)[...] = payload
-        peer.link.skip(len(header) + receive.nbytes + -receive.nbytes % peer.link.align)
-        with self.lock:
-            peer.taken += 1
-        return True
-
     def start_recv(
-        self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None
+        self,
+        peer: int,
+        tag: Tag,
+        accept: Accept,
+        reduce: Reduce | None = None,
+        likely: Likely | None = None,
     ) -> Handle:
         source = self._peers[peer]
         receive = Receive(self, peer, tag, accept, reduce)
+        if likely is not None and likely[1] <= source.link.short:
+            receive.likely = likely
+            receive.header = frames.pack_header(frames.MESSAGE, tag, *likely, source.link.align)
         with self.lock:
             self.unfinished += 1
             source.receives.add(receive)
@@ -161,6 +101,8 @@ class StreamTransport(Engine):
                 self._end(source, receive, self._lost(source, source.mute))
             else:
                 source.posted[tag].append(receive)
+                if receive.header and len(source.receives) == 1:
+                    source.next = receive
             delivers = early is not None and early.settled
             if not receive.finished:
                 self._attend(source)
@@ -231,10 +173,17 @@ class StreamTransport(Engine):
         """Read the available part of the message at the front of the link; return whether there was
         any. Called only by the leader."""
         try:
-            fresh = peer.frame is None
-            frame = peer.frame or self._next_frame(peer)
+            frame = peer.frame
+            fresh = frame is None
             if frame is None:
-                return False
+                start = peer.link.peek(frames.HEADER_BYTES)
+                if start is None:
+                    return False
+                if self._take_whole(peer, start):
+                    return True
+                frame = self._next_frame(peer, start)
+                if frame is None:
+                    return False
             moved = frame.take(peer.link)
             if frame.complete:
                 peer.link.skip(-frame.header.nbytes % peer.link.align)
@@ -247,11 +196,27 @@ class StreamTransport(Engine):
             return fresh or moved > 0
         return True
 
-    def _next_frame(self, peer: Peer) -> Frame | None:
-        """Return the frame whose header is at the front of the link, matched; None if the header is
-        not complete."""
-        start = peer.link.peek(frames.HEADER_BYTES)
-        data = start and peer.link.peek(frames.header_length(start, peer.link.align))
+    def _take_whole(self, peer: Peer, start: bytes) -> bool:
+        """Take the message that begins with `start`, if it is the likely one of the peer's only
+        receive, and whole; return whether it was. Called only by the leader."""
+        receive = peer.next
+        if receive is None or not receive.header.startswith(start):
+            return False
+        payload = peer.link.whole(receive.header, receive.likely[1])
+        if payload is None:
+            return False
+        error = receive.take(payload)
+        peer.link.skip(len(receive.header) + len(payload) + -len(payload) % peer.link.align)
+        with self.lock:
+            peer.taken += 1
+            peer.posted.take(receive.tag)
+            self._end(peer, receive, error)
+        return True
+
+    def _next_frame(self, peer: Peer, start: bytes) -> Frame | None:
+        """Return the frame whose header begins with `start` at the front of the link, matched; None
+        if the header is not complete."""
+        data = peer.link.peek(frames.header_length(start, peer.link.align))
         if not data:
             return None
         header = frames.parse_header(data)
@@ -308,6 +273,7 @@ class StreamTransport(Engine):
         """Finish a receive. Under the lock."""
         if receive in peer.receives:
             peer.receives.remove(receive)
+            peer.next = None
             self.finish(receive, error)
 
     # --- losing a peer
