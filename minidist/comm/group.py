@@ -464,8 +464,12 @@ class Group(Members):
         """Carry the call out: in this thread, if no earlier call is still in the worker."""
         if self._worker is not None and self._worker.busy():
             return self._worker.submit(call).wait()
-        with self.guard, call:
-            return call.settle(call.deliver(call.work(call), call.device))
+        self.guard.enter()
+        try:
+            with call:
+                return call.settle(call.deliver(call.work(call), call.device))
+        finally:
+            self.guard.busy.release()
 
     def _start(self, call: Call) -> Pending:
         """Hand the call to the worker, which is created at its first use."""

@@ -57,9 +57,9 @@ order; an empty message may have no piece.
 """
 
 
-Likely = tuple[bytes, int]
-"""The meta and the bytes of the payload that a message probably has. A short message that has both
-is recognised by comparing bytes: its header is not parsed."""
+Likely = tuple[bytes, int, np.ndarray | None]
+"""The meta and the bytes of the payload that a message probably has, and the array that `accept`
+then returns, if that is known. A short message that has both is recognised by comparing bytes."""
 
 
 class Tag(NamedTuple):

@@ -219,8 +219,9 @@ class Call(RunningCall):
                 )
             return into
 
+        target = None if watches else into  # watches are told of every header
         handle = self._transport.start_recv(
-            self.world_ranks[src], self._tag, accept, reduce, (known, into.nbytes)
+            self.world_ranks[src], self._tag, accept, reduce, (known, into.nbytes, target)
         )
         return ObservedTransfer(handle, watches) if watches else handle
 
@@ -300,7 +301,7 @@ class Call(RunningCall):
         arrived: list[np.ndarray] = []
         likely = None
         if like is not None:
-            likely = self.meta + pack_block(like.dtype, like.shape, "cpu"), like.nbytes
+            likely = self.meta + pack_block(like.dtype, like.shape, "cpu"), like.nbytes, None
         watches: list[MessageWatch] = []
         if self.ledger.message_observers:
             watches = self._watches_of_receive(src, 0, block=True)

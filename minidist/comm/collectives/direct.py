@@ -35,12 +35,28 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
              more in low precision (float32), or in place on ranks from 2 on.
     Rounding: low precision is added in float32 and rounded once.
     """
-    values = {src: call.workspace(len(x), x.dtype) for src in reversed(call.others)}
+    if call.size == 2 and op.total == out.dtype:
+        _exchange_and_add(call, x, out, op)
+        return
+    others = call.others
+    room = call.workspace(len(others) * len(x), x.dtype).reshape(len(others), len(x))
+    values = dict(zip(reversed(others), room, strict=True))
     received = [call.start_recv(src, value) for src, value in values.items()]
-    sent = [call.start_send(dst, x, step=step) for step, dst in enumerate(call.others)]
+    sent = [call.start_send(dst, x, step=step) for step, dst in enumerate(others)]
     call.wait(received + sent)
     values[call.rank] = x
     spoils_x = call.rank > 1 and np.may_share_memory(x, out)  # before x has been added
     total = call.workspace(len(x), op.total) if spoils_x or op.total != out.dtype else out
     op.combine_all([values[rank] for rank in range(call.size)], out=total)
+    op.finish(total, out)
+
+
+def _exchange_and_add(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Run all_reduce on two ranks: add the other array as it arrives, so that it needs no room."""
+    other = 1 - call.rank
+    sent = call.start_send(other, x, step=0)
+    apart = sent.done() or not np.may_share_memory(x, out)  # x has left, or is not overwritten
+    total = out if apart else call.workspace(len(x), x.dtype)
+    call.recv(other, total, op.into(x, behind=call.rank == 1))
+    sent.wait()
     op.finish(total, out)

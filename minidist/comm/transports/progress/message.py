@@ -93,7 +93,7 @@ class Receive(Operation):
     """A receive; `header` is that of its `likely` message, b"" if it has none."""
 
     incoming = True
-    likely: Likely = b"", 0
+    likely: Likely = b"", 0, None
     header = b""
 
     def __init__(
@@ -124,10 +124,14 @@ class Receive(Operation):
     def take(self, payload: np.ndarray) -> Exception | None:
         """Copy or reduce the whole payload of the likely message into its array; return the error
         of `accept` or `reduce`."""
+        meta, nbytes, target = self.likely
         try:
-            target = self.target(*self.likely)
-            values = payload.view(target.dtype)
-            self.reduce(target, 0, values) if self.reduce else np.copyto(target, values)
+            if target is None:
+                target = self.target(meta, nbytes)
+            if self.reduce is None:
+                target.view(np.uint8)[...] = payload
+            else:
+                self.reduce(target, 0, payload.view(target.dtype))
         except Exception as error:  # wait() raises it
             return error
         return None

@@ -89,7 +89,9 @@ class StreamTransport(Engine):
         receive = Receive(self, peer, tag, accept, reduce)
         if likely is not None and likely[1] <= source.link.short:
             receive.likely = likely
-            receive.header = frames.pack_header(frames.MESSAGE, tag, *likely, source.link.align)
+            receive.header = frames.pack_header(
+                frames.MESSAGE, tag, likely[0], likely[1], source.link.align
+            )
         with self.lock:
             self.unfinished += 1
             source.receives.add(receive)
@@ -147,7 +149,7 @@ class StreamTransport(Engine):
             if peer.outgoing:
                 with self.lock:
                     moved |= bool(peer.outgoing) and self._push(peer)
-            if peer.reading:
+            if peer.receives or peer.frame is not None:
                 moved |= self._pull(peer)
         return moved
 
