@@ -185,7 +185,7 @@ def gathered(
 def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
     """Return the call of an all_to_all."""
     check_lists("all_to_all", x, out, group.size)
-    x = [from_caller("all_to_all", part) for part in x]
+    x = [part if type(part) is np.ndarray else from_caller("all_to_all", part) for part in x]
     place = _place(group, algorithm, *x)
     outs = [None] * group.size if out is None else out
     results = [

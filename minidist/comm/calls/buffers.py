@@ -119,9 +119,23 @@ def list_argument(
         )
     share = backend.array_module(parts[0]).may_share_memory
     targets = [array for array in out or () if isinstance(array, type(parts[0]))]
+    # mostly they are views of one array, and the others of another: then one look is enough
+    whole = _viewed(parts)
+    target = _viewed(targets)
+    if whole is not None and target is not None and not share(whole, target):
+        return parts
     if any(share(part, target) for target in targets for part in parts):
         return [part.copy() for part in parts]
     return parts
+
+
+def _viewed(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Return the array of which all of `arrays` are views; None if there is none."""
+    base = arrays[0].base if arrays else None
+    for array in arrays:
+        if array.base is not base:
+            return None
+    return base if isinstance(base, np.ndarray) else None
 
 
 def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
@@ -235,7 +249,7 @@ class OutputArray:
             raise ShapeError(f"{self.verb}: out= has shape {out.shape}, the result has {shape}")
         if out is not None and out.dtype != dtype:
             raise DtypeError(f"{self.verb}: out= has dtype {out.dtype}, the result has {dtype}")
-        if out is not None and backend.device_of(out) == self.device and out.flags.c_contiguous:
+        if out is not None and out.flags.c_contiguous and device_of(out) == self.device:
             array = out
         else:
             xp = np if self.device == "cpu" else backend.module_for(self.device)

@@ -300,8 +300,10 @@ class Call(RunningCall):
         the block when it has arrived. `like`: an array whose dtype and shape it probably has."""
         arrived: list[np.ndarray] = []
         likely = None
+        known = None
         if like is not None:
-            likely = self.meta + pack_block(like.dtype, like.shape, "cpu"), like.nbytes, None
+            known = BlockHeader(like.dtype, like.shape, "cpu")
+            likely = self.meta + pack_block(*known), like.nbytes, None
         watches: list[MessageWatch] = []
         if self.ledger.message_observers:
             watches = self._watches_of_receive(src, 0, block=True)
@@ -309,7 +311,10 @@ class Call(RunningCall):
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
             for watch in watches:
                 watch.accepted(nbytes)
-            block = self._header.block_in(meta, src)
+            if likely is not None and meta is likely[0]:
+                block = known
+            else:
+                block = self._header.block_in(meta, src)
             if block is None:
                 raise self._header.mismatch(meta, src)
             self.device, self.origin = self.device or block.device, block.device

@@ -58,7 +58,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
         for src in reversed(call.others)
     }
     sent = [
-        call.start_send_block(dst, parts[dst], step=step, chunk=dst)
+        call.start_send(dst, parts[dst], block=True, step=step, chunk=dst)
         for step, dst in enumerate(call.others)
     ]
     received = {call.rank: parts[call.rank]}
