@@ -464,10 +464,12 @@ class Group(Members):
         """Carry the call out: in this thread, if no earlier call is still in the worker."""
         if self._worker is not None and self._worker.busy():
             return self._worker.submit(call).wait()
-        self.guard.enter()
+        if not self.guard.busy.acquire(blocking=False):
+            self.guard.refuse()
         try:
             with call:
-                return call.settle(call.deliver(call.work(call), call.device))
+                result = call.deliver(call.work(call), call.device)
+                return result if call.side is None else call.settle(result)
         finally:
             self.guard.busy.release()
 

@@ -299,11 +299,8 @@ class Call(RunningCall):
         """Begin to receive a block as recv_block does. Return the handle, and a list that contains
         the block when it has arrived. `like`: an array whose dtype and shape it probably has."""
         arrived: list[np.ndarray] = []
-        likely = None
-        known = None
-        if like is not None:
-            known = BlockHeader(like.dtype, like.shape, "cpu")
-            likely = self.meta + pack_block(*known), like.nbytes, None
+        known = None if like is None else BlockHeader(like.dtype, like.shape, "cpu")
+        expected = b"" if known is None else self.meta + pack_block(*known)
         watches: list[MessageWatch] = []
         if self.ledger.message_observers:
             watches = self._watches_of_receive(src, 0, block=True)
@@ -311,19 +308,15 @@ class Call(RunningCall):
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
             for watch in watches:
                 watch.accepted(nbytes)
-            if likely is not None and meta is likely[0]:
-                block = known
-            else:
-                block = self._header.block_in(meta, src)
+            block = known if meta is expected else self._header.block_in(meta, src)
             if block is None:
                 raise self._header.mismatch(meta, src)
             self.device, self.origin = self.device or block.device, block.device
             arrived.append(place(block.shape, block.dtype))
             return arrived[0].reshape(-1)
 
-        handle = self._transport.start_recv(
-            self.world_ranks[src], self._tag, accept, likely=likely
-        )
+        likely = None if like is None else (expected, like.nbytes, None)
+        handle = self._transport.start_recv(self.world_ranks[src], self._tag, accept, likely=likely)
         return ObservedTransfer(handle, watches) if watches else handle, arrived
 
     def recv_block(self, src: int, place: Place) -> np.ndarray:

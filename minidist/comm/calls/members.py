@@ -4,6 +4,7 @@ adds the verbs."""
 import os
 import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -36,11 +37,11 @@ class GroupGuard:
     """Guards one rank's use of one group.
 
         guard.check()           # before a call takes its number
-        guard.enter()           # before the call is carried out in the caller's thread
-        guard.busy.release()    # after it
+        guard.busy              # the lock that the caller's thread holds during the call
+        guard.refuse()          # if another thread holds it
 
     Raises (both): CommError that names the wrong process or thread and the remedy.
-    Attributes:    busy     a lock: a thread is inside a call
+    Attributes:    busy     held while a call is carried out in its caller's thread
                    failure  the CommError of a collective that failed before its end. The other
                             ranks would take the next call's messages for its messages, so every
                             later call, also a queued call, raises it
@@ -89,14 +90,10 @@ class GroupGuard:
     def check_alone(self) -> None:
         """Raise if another thread is inside a call: the two would take each other's messages."""
         if self.busy.locked():
-            self._refuse()
+            self.refuse()
 
-    def enter(self) -> None:
-        """Take `busy`. Raises as check_alone()."""
-        if not self.busy.acquire(blocking=False):
-            self._refuse()
-
-    def _refuse(self) -> None:
+    def refuse(self) -> NoReturn:
+        """Raise: another thread is inside a call."""
         raise CommError(
             f"two threads of rank {self._rank} use {self._name} at the same time, the second is "
             f"{threading.current_thread().name!r}; make all calls from one thread, or give each "

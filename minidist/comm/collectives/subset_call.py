@@ -9,7 +9,6 @@ ranks have. Messages carry the signature of the whole call, and are counted with
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from minidist.comm.health.acceptor import QUEUE, RESENT, is_silent, keep_alive, unanswered
 from minidist.comm.transports.progress import full_mesh
+from minidist.comm.transports.progress.frames import HEADER_BYTES
 from minidist.comm.transports.progress.poll_loop import PolledLink
 from minidist.device import account
 
@@ -74,7 +75,7 @@ class TcpLink(PolledLink):
             _choose_congestion_control(sock)
         self._sock = sock
         self._buffer = np.empty(0, np.uint8)  # allocated at first use: a ring uses few links
-        self._memory = memoryview(self._buffer)  # the same; a slice of it takes half the time
+        self._memory = self._buffer.data  # the same; a slice of it takes half the time
         self._start = self._stop = 0
         self._low_water = self._expected = 1  # as set on the socket; bytes known to arrive
 
@@ -83,6 +84,11 @@ class TcpLink(PolledLink):
             return self._sock.sendmsg([prefix, payload.data] if prefix else [payload.data])
         except BlockingIOError:
             return 0
+
+    def look(self) -> int:
+        if self._stop - self._start < HEADER_BYTES:
+            self._fill(READ_AHEAD, expected=1)
+        return self._stop - self._start
 
     def peek(self, count: int) -> bytes | None:
         if self._stop - self._start < count:
@@ -134,8 +140,10 @@ class TcpLink(PolledLink):
             self._buffer = account.current().hold(
                 np.empty(BUFFERED_BYTES, np.uint8), "communication"
             )
-            self._memory = memoryview(self._buffer)
-        if self._start == self._stop or self._stop + most > BUFFERED_BYTES:
+            self._memory = self._buffer.data
+        if self._start == self._stop:
+            self._start = self._stop = 0
+        elif self._stop + most > BUFFERED_BYTES:
             self._to_front()
         self._stop += self._receive(self._memory[self._stop : self._stop + most], expected)
 

@@ -30,6 +30,11 @@ class ByteLink(ABC):
         """Take bytes from the front of prefix + payload (uint8). Return their number, 0 if the link
         is full."""
 
+    def look(self) -> int:
+        """Return the number of bytes that have arrived, as far as is known; at least that of a
+        header if one has."""
+        return 0 if self.peek(frames.HEADER_BYTES) is None else frames.HEADER_BYTES
+
     @abstractmethod
     def peek(self, count: int) -> bytes | None:
         """Return the next `count` bytes (at most a header and `short`), not consumed; None if fewer
@@ -238,11 +243,27 @@ class Peer:
         self.unexpected: ByTag[Frame] = ByTag()
         self.unexpected_bytes = 0
         self.receives: set[Receive] = set()  # posted and not finished
-        self.next: Receive | None = None  # the only one of them, if its message has a likely one
+        # the only one of them, not in `posted`, if it has a likely message
+        self.next: Receive | None = None
         self.frame: Frame | None = None  # the frame whose payload is being read
         self.awaited = 0  # waits for the peer at a board (shm/exchange_board.py)
         self.deaf: str | None = None  # why nothing more can be sent to it
         self.mute: str | None = None  # why nothing more will arrive from it
+
+    def post(self, receive: Receive) -> None:
+        """Add a receive."""
+        if receive.header and not self.receives:
+            self.next = receive
+        else:
+            self.queue_next()
+            self.posted[receive.tag].append(receive)
+        self.receives.add(receive)
+
+    def queue_next(self) -> None:
+        """Put `next`, if there is one, to the other receives."""
+        if self.next is not None:
+            self.posted[self.next.tag].append(self.next)
+            self.next = None
 
     @property
     def reading(self) -> bool:

@@ -94,17 +94,15 @@ class StreamTransport(Engine):
             )
         with self.lock:
             self.unfinished += 1
-            source.receives.add(receive)
             early = source.unexpected.take(tag) if source.unexpected else None
             if early is not None:
+                source.receives.add(receive)
                 source.unexpected_bytes -= early.header.nbytes
                 early.receive = receive  # the leader delivers it, unless the frame is settled
             elif source.mute is not None:
-                self._end(source, receive, self._lost(source, source.mute))
+                self.finish(receive, self._lost(source, source.mute))
             else:
-                source.posted[tag].append(receive)
-                if receive.header and len(source.receives) == 1:
-                    source.next = receive
+                source.post(receive)
             delivers = early is not None and early.settled
             if not receive.finished:
                 self._attend(source)
@@ -178,12 +176,11 @@ class StreamTransport(Engine):
             frame = peer.frame
             fresh = frame is None
             if frame is None:
-                start = peer.link.peek(frames.HEADER_BYTES)
-                if start is None:
+                if peer.link.look() < frames.HEADER_BYTES:
                     return False
-                if self._take_whole(peer, start):
+                if self._take_whole(peer):
                     return True
-                frame = self._next_frame(peer, start)
+                frame = self._next_frame(peer)
                 if frame is None:
                     return False
             moved = frame.take(peer.link)
@@ -198,11 +195,11 @@ class StreamTransport(Engine):
             return fresh or moved > 0
         return True
 
-    def _take_whole(self, peer: Peer, start: bytes) -> bool:
-        """Take the message that begins with `start`, if it is the likely one of the peer's only
+    def _take_whole(self, peer: Peer) -> bool:
+        """Take the message at the front of the link, if it is the likely one of the peer's only
         receive, and whole; return whether it was. Called only by the leader."""
         receive = peer.next
-        if receive is None or not receive.header.startswith(start):
+        if receive is None:
             return False
         payload = peer.link.whole(receive.header, receive.likely[1])
         if payload is None:
@@ -211,14 +208,14 @@ class StreamTransport(Engine):
         peer.link.skip(len(receive.header) + len(payload) + -len(payload) % peer.link.align)
         with self.lock:
             peer.taken += 1
-            peer.posted.take(receive.tag)
             self._end(peer, receive, error)
         return True
 
-    def _next_frame(self, peer: Peer, start: bytes) -> Frame | None:
-        """Return the frame whose header begins with `start` at the front of the link, matched; None
-        if the header is not complete."""
-        data = peer.link.peek(frames.header_length(start, peer.link.align))
+    def _next_frame(self, peer: Peer) -> Frame | None:
+        """Return the frame whose header is at the front of the link, matched; None if the header is
+        not complete."""
+        start = peer.link.peek(frames.HEADER_BYTES)
+        data = start and peer.link.peek(frames.header_length(start, peer.link.align))
         if not data:
             return None
         header = frames.parse_header(data)
@@ -227,6 +224,7 @@ class StreamTransport(Engine):
             raise EOFError(LEFT)
         peer.frame = frame = Frame(header)
         with self.lock:
+            peer.queue_next()
             receive = peer.posted.take(header.tag)
             if receive is None:
                 self._keep(peer, frame)
