@@ -57,14 +57,9 @@ order; an empty message may have no piece.
 """
 
 
-class ShortReceive(NamedTuple):
-    """A short message whose header and length the receiver knows in advance; `into()` is called
-    when it has arrived, and returns the array to fill."""
-
-    peer: int
-    meta: bytes
-    nbytes: int
-    into: Callable[[], np.ndarray]
+Likely = tuple[bytes, int, np.ndarray | None]
+"""The meta and the bytes of the payload that a message probably has, and the array that `accept`
+then returns, if that is known. A short message that has both is recognised by comparing bytes."""
 
 
 class Tag(NamedTuple):
@@ -151,26 +146,15 @@ class Transport(ABC):
 
     @abstractmethod
     def start_recv(
-        self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None
+        self,
+        peer: int,
+        tag: Tag,
+        accept: Accept,
+        reduce: Reduce | None = None,
+        likely: Likely | None = None,
     ) -> Handle:
         """Begin to receive the next message of `tag` from `peer` into the array that `accept`
-        returns, or to `reduce` it there."""
-
-    def swap(
-        self,
-        tag: Tag,
-        sends: Sequence[tuple[int, np.ndarray, bytes]],
-        receives: Sequence[ShortReceive],
-    ) -> tuple[list[Handle], list[bool]] | None:
-        """Fast path: send short messages and receive the replies directly, if the links to all
-        peers are idle.
-
-        Args:    sends: (peer, view, meta), as for start_send; receives: at most one per peer.
-        Returns: the handles of the sends, and for each of `receives` whether it has arrived.
-                 Receive the others by start_recv, also if their header or length differs. None:
-                 nothing was sent; use start_send and start_recv.
-        """
-        return None
+        returns, or to `reduce` it there. `likely` may make it faster, and changes nothing else."""
 
     @abstractmethod
     def loopback(self) -> "Transport":

@@ -76,7 +76,6 @@ def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm:
     place = _place_of_all(group, algorithm, x)
     result = OutputArray(verb, out, place.where, place.side)
     out = result.target
-    name, function = _choose(group, verb, algorithm, place.where if place.side is None else "cuda")
     array = None
     model = out if x is None and verb == "broadcast" else x  # of the root's dtype and shape
     model = model if model is None or is_array(model) else as_array(verb, model)
@@ -98,7 +97,7 @@ def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm:
                 result.device = call.origin or "cpu"  # where the root has its array
             return result.array(shape, dtype)
 
-        return function(call, x=array, place=place_block, root=root)
+        return prepared.function(call, x=array, place=place_block, root=root)
 
     def deliver(own: np.ndarray, device: str | None) -> Any:
         if group.rank == root:  # it receives nothing: its result is a copy of its own
@@ -107,15 +106,14 @@ def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm:
                 kept[...] = own
         return result.deliver(None, device)
 
-    prepared = prepare(
-        group.id,
+    prepared = _prepared(
+        group,
         verb,
-        name,
-        function,
-        call_site.caller_at(1),
-        root=root,
-        dtype=getattr(model, "dtype", None),
-        shape=getattr(model, "shape", None),
+        algorithm,
+        place.where if place.side is None else "cuda",
+        root,
+        getattr(model, "dtype", None),
+        getattr(model, "shape", None),
     )
     return Call(group, prepared, work, deliver, device=device_of(x, out), side=place.side)
 
@@ -127,7 +125,9 @@ def reduced(
     has_result = root is None or root == group.rank
     ready = _ready(group, verb, x, out if has_result else None, algorithm, op, root)
     result = ready.result
-    array = ready.array if result.out is None else apart(ready.array, result.target)
+    array = ready.array
+    if result.out is not None and result.out is not array:
+        array = apart(array, result.target)
     total = result.array(array.shape, array.dtype) if has_result else None
     if array.ndim != 1:
         array = array.reshape(-1)
@@ -185,9 +185,8 @@ def gathered(
 def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
     """Return the call of an all_to_all."""
     check_lists("all_to_all", x, out, group.size)
-    x = [from_caller("all_to_all", part) for part in x]
+    x = [part if type(part) is np.ndarray else from_caller("all_to_all", part) for part in x]
     place = _place(group, algorithm, *x)
-    name, function = _choose(group, "all_to_all", algorithm, place.where)
     outs = [None] * group.size if out is None else out
     results = [
         OutputArray("all_to_all", outs[rank], place.where, place.side) for rank in range(group.size)
@@ -199,13 +198,11 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
         results[group.rank].array(own.shape, own.dtype)[...] = own
         return [result.deliver(None, device) for result in results]
 
-    prepared = prepare(
-        group.id, "all_to_all", name, function, call_site.caller_at(1), dtype=parts[0].dtype
-    )
+    prepared = _prepared(group, "all_to_all", algorithm, place.where, dtype=parts[0].dtype)
     return Call(
         group,
         prepared,
-        partial(function, parts=parts, place=lambda rank: results[rank].array),
+        partial(prepared.function, parts=parts, place=lambda rank: results[rank].array),
         deliver,
         device=place.device,
         side=place.side,
@@ -214,9 +211,32 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
 
 def barrier(group: Members, algorithm: str) -> Call:
     """Return the call of a barrier."""
-    name, function = _choose(group, "barrier", algorithm, "cpu")
-    prepared = prepare(group.id, "barrier", name, function, call_site.caller_at(1))
-    return Call(group, prepared, function)
+    prepared = _prepared(group, "barrier", algorithm, "cpu")
+    return Call(group, prepared, prepared.function)
+
+
+def _prepared(
+    group: Members,
+    verb: str,
+    algorithm: str,
+    device: str,
+    root: int | None = None,
+    dtype: np.dtype | None = None,
+    shape: Shape | None = None,
+) -> PreparedCall:
+    """Return the call that this line of the program makes, of a verb whose algorithm depends on no
+    array; if the line has made it before, the same as then."""
+    # call chain: _prepared < the verb, above < Group's method
+    where = call_site.caller_at(2)
+    key = (verb, str(algorithm), None, root, where, dtype, shape, device)
+    prepared = group.prepared.get(key)
+    if prepared is None:
+        name, function = _choose(group, verb, algorithm, device)
+        prepared = prepare(
+            group.id, verb, name, function, where, root=root, dtype=dtype, shape=shape
+        )
+        group.prepared.keep(key, prepared)
+    return prepared
 
 
 def _ready(

@@ -98,7 +98,8 @@ class MemoryAccount:
         with self._lock:
             if key in self._held:  # another thread was faster
                 return array
-            self._settle()
+            if self._freed:
+                self._settle()
             if self.limit is not None and self._now["total"] + owner.nbytes > self.limit:
                 now = (
                     ", ".join(
@@ -167,8 +168,9 @@ class MemoryAccount:
 
     def _add(self, category: str, nbytes: int) -> None:
         for name in (category, "total"):
-            self._now[name] += nbytes
-            self._peak[name] = max(self._peak[name], self._now[name])
+            self._now[name] = now = self._now[name] + nbytes
+            if now > self._peak[name]:
+                self._peak[name] = now
         if self.follower is not None:
             self.follower(self._now)
 

@@ -88,10 +88,7 @@ class CountingCall(Call):
     def start_recv(self, src: int, into: Any, reduce: Any = None) -> Handle:
         return _DONE
 
-    def swap_blocks(self, parts: Any, place: Any) -> None:
-        """Do nothing: no block comes at once here."""
-
-    def start_recv_block(self, src: int, place: Any) -> tuple[Handle, list[Any]]:
+    def start_recv_block(self, src: int, place: Any, like: Any = None) -> tuple[Handle, list[Any]]:
         return _DONE, [place(place.shape, self.dtype)]
 
     def native(self) -> Any:
@@ -153,7 +150,7 @@ class SimTransport(Transport):
     def start_send(self, peer: int, tag: Any, view: Any, meta: bytes = b"") -> Handle:
         raise CommError("a rank simulated by itself has no rank to send to")
 
-    def start_recv(self, peer: int, tag: Any, accept: Any, reduce: Any = None) -> Handle:
+    def start_recv(self, peer: int, tag: Any, accept: Any, *_: Any) -> Handle:
         raise CommError("a rank simulated by itself has no rank to receive from")
 
     def loopback(self) -> Transport:

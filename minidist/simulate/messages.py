@@ -226,10 +226,9 @@ class ProgramCall(Call):
         self.posts += (src, reduce is not None)
         return _Waiting(self, ARRIVED, number)
 
-    def swap_blocks(self, parts: Any, place: Any) -> None:
-        """Do nothing: no block comes at once here."""
-
-    def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
+    def start_recv_block(
+        self, src: int, place: Place, like: np.ndarray | None = None
+    ) -> tuple[Handle, list[np.ndarray]]:
         number = self._received[src]
         self._received[src] += 1
         if isinstance(place, Known):

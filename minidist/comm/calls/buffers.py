@@ -119,9 +119,23 @@ def list_argument(
         )
     share = backend.array_module(parts[0]).may_share_memory
     targets = [array for array in out or () if isinstance(array, type(parts[0]))]
+    # mostly they are views of one array, and the others of another: then one look is enough
+    whole = _viewed(parts)
+    target = _viewed(targets)
+    if whole is not None and target is not None and not share(whole, target):
+        return parts
     if any(share(part, target) for target in targets for part in parts):
         return [part.copy() for part in parts]
     return parts
+
+
+def _viewed(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Return the array of which all of `arrays` are views; None if there is none."""
+    base = arrays[0].base if arrays else None
+    for array in arrays:
+        if array.base is not base:
+            return None
+    return base if isinstance(base, np.ndarray) else None
 
 
 def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
@@ -230,23 +244,23 @@ class OutputArray:
         Raises: ShapeError, DtypeError if `out` does not have this shape and dtype.
         """
         out = self.target
-        array: np.ndarray
-        if out is not None and out.shape != shape:
-            raise ShapeError(f"{self.verb}: out= has shape {out.shape}, the result has {shape}")
-        if out is not None and out.dtype != dtype:
-            raise DtypeError(f"{self.verb}: out= has dtype {out.dtype}, the result has {dtype}")
-        if out is not None and backend.device_of(out) == self.device and out.flags.c_contiguous:
-            array = out
+        if out is not None:
+            if out.shape != shape:
+                raise ShapeError(f"{self.verb}: out= has shape {out.shape}, the result has {shape}")
+            if out.dtype != dtype:
+                raise DtypeError(f"{self.verb}: out= has dtype {out.dtype}, the result has {dtype}")
+            here = "cpu" if type(out) is np.ndarray else device_of(out)
+            if here == self.device and out.flags.c_contiguous:
+                self._array = out
+                return self._array
+        xp = np if self.device == "cpu" else backend.module_for(self.device)
+        if self.side is None or self.device == "cpu":
+            self._array = xp.empty(shape, dtype)
         else:
-            xp = np if self.device == "cpu" else backend.module_for(self.device)
-            if self.side is None or self.device == "cpu":
-                array = xp.empty(shape, dtype)
-            else:
-                array = self.side.allocate(lambda: xp.empty(shape, dtype))
-            if out is not None:
-                account.current().hold(array, "communication")
-        self._array = array
-        return array
+            self._array = self.side.allocate(lambda: xp.empty(shape, dtype))
+        if out is not None:
+            account.current().hold(self._array, "communication")
+        return self._array
 
     def deliver(self, _returned: Any, device: str | None) -> Any:
         """Return the caller's result (as Call.deliver): `out`, filled, or the new array on

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.calls.buffers import Place, PlaceOf, address_of
+from minidist.comm.calls.buffers import Place, address_of
 from minidist.comm.calls.header import CallHeader
 from minidist.comm.calls.members import Members
 from minidist.comm.calls.prepared import PreparedCall
@@ -27,7 +27,7 @@ from minidist.comm.health.wait_state import RunningCall
 from minidist.comm.native import Native
 from minidist.comm.observers import CallMessage, MessageWatch, ObservedTransfer
 from minidist.comm.signature import BlockHeader, Signature, pack_block
-from minidist.comm.transport import Reduce, ShortReceive
+from minidist.comm.transport import Reduce
 from minidist.device import account
 from minidist.errors import CommError, MismatchError
 
@@ -219,7 +219,10 @@ class Call(RunningCall):
                 )
             return into
 
-        handle = self._transport.start_recv(self.world_ranks[src], self._tag, accept, reduce)
+        target = None if watches else into  # watches are told of every header
+        handle = self._transport.start_recv(
+            self.world_ranks[src], self._tag, accept, reduce, (known, into.nbytes, target)
+        )
         return ObservedTransfer(handle, watches) if watches else handle
 
     def _watches_of_send(
@@ -290,10 +293,14 @@ class Call(RunningCall):
         """Run start_send_block and wait."""
         self.start_send_block(dst, block, step=step, chunk=chunk).wait()
 
-    def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
+    def start_recv_block(
+        self, src: int, place: Place, like: np.ndarray | None = None
+    ) -> tuple[Handle, list[np.ndarray]]:
         """Begin to receive a block as recv_block does. Return the handle, and a list that contains
-        the block when it has arrived."""
+        the block when it has arrived. `like`: an array whose dtype and shape it probably has."""
         arrived: list[np.ndarray] = []
+        known = None if like is None else BlockHeader(like.dtype, like.shape, "cpu")
+        expected = b"" if known is None else self.meta + pack_block(*known)
         watches: list[MessageWatch] = []
         if self.ledger.message_observers:
             watches = self._watches_of_receive(src, 0, block=True)
@@ -301,14 +308,15 @@ class Call(RunningCall):
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
             for watch in watches:
                 watch.accepted(nbytes)
-            block = self._header.block_in(meta, src)
+            block = known if meta is expected else self._header.block_in(meta, src)
             if block is None:
                 raise self._header.mismatch(meta, src)
             self.device, self.origin = self.device or block.device, block.device
             arrived.append(place(block.shape, block.dtype))
             return arrived[0].reshape(-1)
 
-        handle = self._transport.start_recv(self.world_ranks[src], self._tag, accept)
+        likely = None if like is None else (expected, like.nbytes, None)
+        handle = self._transport.start_recv(self.world_ranks[src], self._tag, accept, likely=likely)
         return ObservedTransfer(handle, watches) if watches else handle, arrived
 
     def recv_block(self, src: int, place: Place) -> np.ndarray:
@@ -329,57 +337,9 @@ class Call(RunningCall):
         chunk: int | None = None,
     ) -> np.ndarray:
         """Send a block to `dst` and receive one from `src` at once; return the received block."""
-        received, arrived = self.start_recv_block(src, place)
+        received, arrived = self.start_recv_block(src, place, like=outgoing)
         self.wait([received, self.start_send_block(dst, outgoing, step=step, chunk=chunk)])
         return arrived[0]
-
-    def swap_blocks(
-        self, parts: Arrays, place: PlaceOf
-    ) -> tuple[list[Handle], dict[int, np.ndarray]] | None:
-        """Send part r to rank r and receive a block from each rank, if all are short and the links
-        idle (transport.swap).
-
-        A block is recognised if it has dtype and shape of the part for its sender. This is the case
-        where all ranks send equal shapes.
-
-        Returns: the handles of the sends, and the received blocks by rank; the other blocks must
-                 still be received.
-                 None: nothing was sent.
-        """
-        # A swap does not notify subscribers, and they must see every message: so with subscribers
-        # nothing is swapped.
-        if self.ledger.subscribers or self.device != "cpu" or self.side is not None:
-            return None
-        came: dict[int, np.ndarray] = {}
-
-        def into(rank: int) -> np.ndarray:
-            came[rank] = place(rank)(parts[rank].shape, parts[rank].dtype)
-            return came[rank].reshape(-1)
-
-        metas = {
-            rank: self.meta + pack_block(parts[rank].dtype, parts[rank].shape, "cpu")
-            for rank in self.others
-        }
-        swapped = self._transport.swap(
-            self._tag,
-            [
-                (self.world_ranks[rank], parts[rank].reshape(-1), meta)
-                for rank, meta in metas.items()
-            ],
-            [
-                ShortReceive(self.world_ranks[rank], meta, parts[rank].nbytes, partial(into, rank))
-                for rank, meta in metas.items()
-            ],
-        )
-        if swapped is None:
-            return None
-        for rank in metas:
-            peer = self.world_ranks[rank]
-            nbytes = parts[rank].nbytes
-            self.count(nbytes, peer)
-        return swapped[0], {
-            rank: came[rank] for rank, there in zip(metas, swapped[1], strict=True) if there
-        }
 
     # ------------------------------------------------------------------------------------- the rest
 

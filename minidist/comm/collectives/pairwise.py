@@ -53,18 +53,15 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
     Cost:    P-1 messages per rank; every part once, except those that stay; no copy.
     """
-    sent, received = call.swap_blocks(parts, place) or (None, {})  # short ones mostly come at once
     receiving = {
-        src: call.start_recv_block(src, place(src))
+        src: call.start_recv_block(src, place(src), like=parts[src])
         for src in reversed(call.others)
-        if src not in received
     }
-    if sent is None:
-        sent = [
-            call.start_send_block(dst, parts[dst], step=step, chunk=dst)
-            for step, dst in enumerate(call.others)
-        ]
-    received[call.rank] = parts[call.rank]
+    sent = [
+        call.start_send(dst, parts[dst], block=True, step=step, chunk=dst)
+        for step, dst in enumerate(call.others)
+    ]
+    received = {call.rank: parts[call.rank]}
     for src, (handle, arrived) in receiving.items():
         handle.wait()
         received[src] = arrived[0]

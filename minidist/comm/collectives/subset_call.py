@@ -9,7 +9,6 @@ ranks have. Messages carry the signature of the whole call, and are counted with
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -48,11 +47,10 @@ class SubsetCall(Call):
     def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
         return self._whole.start_recv(self._ranks[src], into, reduce)
 
-    def swap_blocks(self, parts: Any, place: Any) -> None:
-        """Return None (nothing is swapped): the transport's swap works only on the whole call."""
-
-    def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
-        return self._whole.start_recv_block(self._ranks[src], place)
+    def start_recv_block(
+        self, src: int, place: Place, like: np.ndarray | None = None
+    ) -> tuple[Handle, list[np.ndarray]]:
+        return self._whole.start_recv_block(self._ranks[src], place, like)
 
     def agree(self) -> None:
         """Do nothing: the ranks of the whole call have already agreed."""

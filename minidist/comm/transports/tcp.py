@@ -26,6 +26,7 @@ import numpy as np
 
 from minidist.comm.health.acceptor import QUEUE, RESENT, is_silent, keep_alive, unanswered
 from minidist.comm.transports.progress import full_mesh
+from minidist.comm.transports.progress.frames import HEADER_BYTES
 from minidist.comm.transports.progress.poll_loop import PolledLink
 from minidist.device import account
 
@@ -74,6 +75,7 @@ class TcpLink(PolledLink):
             _choose_congestion_control(sock)
         self._sock = sock
         self._buffer = np.empty(0, np.uint8)  # allocated at first use: a ring uses few links
+        self._memory = self._buffer.data  # the same; a slice of it takes half the time
         self._start = self._stop = 0
         self._low_water = self._expected = 1  # as set on the socket; bytes known to arrive
 
@@ -83,11 +85,17 @@ class TcpLink(PolledLink):
         except BlockingIOError:
             return 0
 
+    def look(self) -> int:
+        if self._stop - self._start < HEADER_BYTES:
+            self._fill(READ_AHEAD, expected=1)
+        return self._stop - self._start
+
     def peek(self, count: int) -> bytes | None:
         if self._stop - self._start < count:
             self._fill(READ_AHEAD, expected=1)
-        data = self._buffer[self._start : min(self._start + count, self._stop)]
-        return data.tobytes() if len(data) == count else None
+            if self._stop - self._start < count:
+                return None
+        return self._memory[self._start : self._start + count].tobytes()
 
     def whole(self, header: bytes, nbytes: int) -> np.ndarray | None:
         count = len(header) + nbytes
@@ -97,11 +105,8 @@ class TcpLink(PolledLink):
                 return None
         start = self._start + len(header)
         stop = self._start + count
-        return (
-            self._buffer[start:stop]
-            if self._buffer[self._start : start].tobytes() == header
-            else None
-        )
+        same = self._memory[self._start : start].tobytes() == header
+        return self._buffer[start:stop] if same else None
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
         if self._start:
@@ -117,7 +122,7 @@ class TcpLink(PolledLink):
     def read_into(self, target: np.ndarray) -> int:
         buffered = min(self._stop - self._start, len(target))
         if buffered == 0:
-            return self._receive(target, expected=len(target))
+            return self._receive(target.data, expected=len(target))
         target[:buffered] = self._buffer[self._start : self._start + buffered]
         self._start += buffered
         return buffered
@@ -135,15 +140,18 @@ class TcpLink(PolledLink):
             self._buffer = account.current().hold(
                 np.empty(BUFFERED_BYTES, np.uint8), "communication"
             )
-        if self._start == self._stop or self._stop + most > BUFFERED_BYTES:
+            self._memory = self._buffer.data
+        if self._start == self._stop:
+            self._start = self._stop = 0
+        elif self._stop + most > BUFFERED_BYTES:
             self._to_front()
-        self._stop += self._receive(self._buffer[self._stop : self._stop + most], expected)
+        self._stop += self._receive(self._memory[self._stop : self._stop + most], expected)
 
-    def _receive(self, into: np.ndarray, expected: int) -> int:
+    def _receive(self, into: memoryview, expected: int) -> int:
         """Return the bytes received; 0 if none are there now; then `expected` are known to
         arrive."""
         try:
-            received = self._sock.recv_into(into.data)
+            received = self._sock.recv_into(into)
         except BlockingIOError:
             self._expected = expected
             return 0
@@ -173,7 +181,7 @@ class TcpLink(PolledLink):
     def close(self) -> None:
         """Read the remaining bytes, then close: else the kernel resets the connection, and may drop
         the last bytes sent."""
-        scrap = np.empty(BUFFERED_BYTES, np.uint8)
+        scrap = memoryview(bytearray(BUFFERED_BYTES))
         with suppress(OSError, EOFError):
             while self._receive(scrap, expected=1):
                 pass

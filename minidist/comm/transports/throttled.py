@@ -27,7 +27,7 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.comm.handle import Handle
 from minidist.comm.subgroups import derived_id
-from minidist.comm.transport import Accept, Reduce, Tag, Transport
+from minidist.comm.transport import Accept, Likely, Reduce, Tag, Transport
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
 
@@ -110,9 +110,14 @@ class Delayed(Transport):
         return held
 
     def start_recv(
-        self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None
+        self,
+        peer: int,
+        tag: Tag,
+        accept: Accept,
+        reduce: Reduce | None = None,
+        likely: Likely | None = None,
     ) -> Handle:
-        return self.inner.start_recv(peer, tag, accept, reduce)
+        return self.inner.start_recv(peer, tag, accept, reduce, likely)
 
     def loopback(self) -> Transport:
         return self.inner.loopback()

@@ -20,7 +20,7 @@ import numpy as np
 
 from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import QUIET, Waits
-from minidist.comm.transport import Accept, Reduce, Tag, Transport
+from minidist.comm.transport import Accept, Likely, Reduce, Tag, Transport
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 
@@ -120,7 +120,12 @@ class Mailbox(Transport):
         return send
 
     def start_recv(
-        self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None
+        self,
+        peer: int,
+        tag: Tag,
+        accept: Accept,
+        reduce: Reduce | None = None,
+        likely: Likely | None = None,
     ) -> Handle:
         recv = MailReceive(self, peer, tag, accept, reduce)
         with self._changed:

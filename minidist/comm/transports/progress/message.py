@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from minidist.comm.transport import Accept, Reduce, Tag
+from minidist.comm.transport import Accept, Likely, Reduce, Tag
 from minidist.comm.transports.progress import frames
 from minidist.comm.transports.progress.engine import Engine, Operation
 from minidist.errors import CommError
@@ -29,6 +29,11 @@ class ByteLink(ABC):
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
         """Take bytes from the front of prefix + payload (uint8). Return their number, 0 if the link
         is full."""
+
+    def look(self) -> int:
+        """Return the number of bytes that have arrived, as far as is known; at least that of a
+        header if one has."""
+        return 0 if self.peek(frames.HEADER_BYTES) is None else frames.HEADER_BYTES
 
     @abstractmethod
     def peek(self, count: int) -> bytes | None:
@@ -90,7 +95,11 @@ class Send(Operation):
 
 
 class Receive(Operation):
+    """A receive; `header` is that of its `likely` message, b"" if it has none."""
+
     incoming = True
+    likely: Likely = b"", 0, None
+    header = b""
 
     def __init__(
         self, engine: Engine, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None
@@ -103,6 +112,34 @@ class Receive(Operation):
 
     def __str__(self) -> str:
         return f"a message from rank {self.peer} (tag {self.tag.group:x}/{self.tag.sequence})"
+
+    def target(self, meta: bytes, nbytes: int) -> np.ndarray:
+        """Return the array that the message fills. Raises: what `accept` raises; CommError if the
+        array cannot be filled."""
+        target = self.accept(meta, nbytes)
+        if target.nbytes != nbytes or target.ndim != 1 or not target.flags.c_contiguous:
+            raise CommError(
+                f"{self} has {nbytes} bytes, but the array to fill has {target.nbytes}, shape "
+                f"{target.shape}"
+            )
+        if self.reduce is None and not target.flags.writeable:
+            raise CommError(f"{self} cannot be stored: the array to fill is read-only")
+        return target
+
+    def take(self, payload: np.ndarray) -> Exception | None:
+        """Copy or reduce the whole payload of the likely message into its array; return the error
+        of `accept` or `reduce`."""
+        meta, nbytes, target = self.likely
+        try:
+            if target is None:
+                target = self.target(meta, nbytes)
+            if self.reduce is None:
+                target.view(np.uint8)[...] = payload
+            else:
+                self.reduce(target, 0, payload.view(target.dtype))
+        except Exception as error:  # wait() raises it
+            return error
+        return None
 
 
 class Frame:
@@ -133,7 +170,7 @@ class Frame:
         arrive."""
         self.receive = receive
         try:
-            target = self._target_of(receive)
+            target = receive.target(self.header.meta, self.nbytes)
             if self.buffer is not None:
                 values = self.buffer.view(target.dtype)
                 receive.reduce(target, 0, values) if receive.reduce else np.copyto(target, values)
@@ -159,18 +196,6 @@ class Frame:
                 link.skip(moved)
         self.filled += moved
         return moved
-
-    def _target_of(self, receive: Receive) -> np.ndarray:
-        nbytes = self.header.nbytes
-        target = receive.accept(self.header.meta, nbytes)
-        if target.nbytes != nbytes or target.ndim != 1 or not target.flags.c_contiguous:
-            raise CommError(
-                f"{receive} has {nbytes} bytes, but the array to fill has {target.nbytes}, shape "
-                f"{target.shape}"
-            )
-        if receive.reduce is None and not target.flags.writeable:
-            raise CommError(f"{receive} cannot be stored: the array to fill is read-only")
-        return target
 
     def _reduce(self, piece: np.ndarray) -> None:
         """Combine a piece in place; without a total, drop it."""
@@ -218,23 +243,27 @@ class Peer:
         self.unexpected: ByTag[Frame] = ByTag()
         self.unexpected_bytes = 0
         self.receives: set[Receive] = set()  # posted and not finished
+        # the only one of them, not in `posted`, if it has a likely message
+        self.next: Receive | None = None
         self.frame: Frame | None = None  # the frame whose payload is being read
         self.awaited = 0  # waits for the peer at a board (shm/exchange_board.py)
         self.deaf: str | None = None  # why nothing more can be sent to it
         self.mute: str | None = None  # why nothing more will arrive from it
 
-    @property
-    def idle(self) -> bool:
-        """True if no message is in flight or awaited: the next message begins at the front of the
-        link."""
-        return not (
-            self.outgoing
-            or self.receives
-            or self.unexpected
-            or self.frame
-            or self.deaf
-            or self.mute
-        )
+    def post(self, receive: Receive) -> None:
+        """Add a receive."""
+        if receive.header and not self.receives:
+            self.next = receive
+        else:
+            self.queue_next()
+            self.posted[receive.tag].append(receive)
+        self.receives.add(receive)
+
+    def queue_next(self) -> None:
+        """Put `next`, if there is one, to the other receives."""
+        if self.next is not None:
+            self.posted[self.next.tag].append(self.next)
+            self.next = None
 
     @property
     def reading(self) -> bool:

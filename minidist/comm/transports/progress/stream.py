@@ -19,16 +19,16 @@ UNEXPECTED_LIMIT.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 import numpy as np
 
 from minidist.comm.handle import Finished, Handle
 from minidist.comm.health.wait_state import Waits
-from minidist.comm.transport import Accept, Reduce, ShortReceive, Tag
+from minidist.comm.transport import Accept, Likely, Reduce, Tag
 from minidist.comm.transports.progress import frames
-from minidist.comm.transports.progress.engine import LEFT, Engine, yield_core
+from minidist.comm.transports.progress.engine import LEFT, Engine
 from minidist.comm.transports.progress.message import ByteLink, Frame, Peer, Peers, Receive, Send
 from minidist.errors import CommError, LinkLostError, PeerLostError
 
@@ -77,90 +77,32 @@ class StreamTransport(Engine):
                 self._attend(to)
         return send
 
-    def swap(
-        self,
-        tag: Tag,
-        sends: Sequence[tuple[int, np.ndarray, bytes]],
-        receives: Sequence[ShortReceive],
-    ) -> tuple[list[Handle], list[bool]] | None:
-        peers = [self._peers[receive.peer] for receive in receives]
-        if any(
-            receive.nbytes > peer.link.short for receive, peer in zip(receives, peers, strict=True)
-        ):
-            return None
-        with self.lock:
-            if (
-                self._leading
-                or self.waits.error is not None
-                or self.lost
-                or not all(peer.idle for peer in peers)
-            ):
-                return None
-            self._leading = True  # from now on only this thread reads the links
-            self._led += 1
-        try:
-            handles = [self.start_send(peer, tag, view, meta) for peer, view, meta in sends]
-            return handles, self._take(tag, peers, receives)
-        finally:
-            self._step_down()
-
-    def _take(
-        self, tag: Tag, peers: Sequence[Peer], receives: Sequence[ShortReceive]
-    ) -> list[bool]:
-        """Return for each of these messages whether it arrived while the leader looked `spins`
-        times. Not under the lock."""
-        headers = [
-            frames.pack_header(frames.MESSAGE, tag, receive.meta, receive.nbytes, peer.link.align)
-            for receive, peer in zip(receives, peers, strict=True)
-        ]
-        came = [False] * len(receives)
-        idle = 0
-        while idle <= self.spins and self.waits.error is None:
-            idle += 1
-            for i, receive in enumerate(receives):
-                if not came[i] and self._take_one(peers[i], headers[i], receive):
-                    came[i] = True
-                    idle = 0
-            if all(came):
-                break
-            yield_core()
-        return came
-
-    def _take_one(self, peer: Peer, header: bytes, receive: ShortReceive) -> bool:
-        """Take a message if it is complete and at the front of its link; return whether it was."""
-        try:
-            payload = peer.link.whole(header, receive.nbytes)
-        except (EOFError, OSError) as error:
-            self._end_of(peer, error)
-            return False
-        if payload is None:
-            return False
-        try:
-            target = receive.into()
-        except Exception:  # the message stays: start_recv's wait() raises the same for it
-            return False
-        target.view(np.uint8)[...] = payload
-        peer.link.skip(len(header) + receive.nbytes + -receive.nbytes % peer.link.align)
-        with self.lock:
-            peer.taken += 1
-        return True
-
     def start_recv(
-        self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None
+        self,
+        peer: int,
+        tag: Tag,
+        accept: Accept,
+        reduce: Reduce | None = None,
+        likely: Likely | None = None,
     ) -> Handle:
         source = self._peers[peer]
         receive = Receive(self, peer, tag, accept, reduce)
+        if likely is not None and likely[1] <= source.link.short:
+            receive.likely = likely
+            receive.header = frames.pack_header(
+                frames.MESSAGE, tag, likely[0], likely[1], source.link.align
+            )
         with self.lock:
             self.unfinished += 1
-            source.receives.add(receive)
             early = source.unexpected.take(tag) if source.unexpected else None
             if early is not None:
+                source.receives.add(receive)
                 source.unexpected_bytes -= early.header.nbytes
                 early.receive = receive  # the leader delivers it, unless the frame is settled
             elif source.mute is not None:
-                self._end(source, receive, self._lost(source, source.mute))
+                self.finish(receive, self._lost(source, source.mute))
             else:
-                source.posted[tag].append(receive)
+                source.post(receive)
             delivers = early is not None and early.settled
             if not receive.finished:
                 self._attend(source)
@@ -205,7 +147,7 @@ class StreamTransport(Engine):
             if peer.outgoing:
                 with self.lock:
                     moved |= bool(peer.outgoing) and self._push(peer)
-            if peer.reading:
+            if peer.receives or peer.frame is not None:
                 moved |= self._pull(peer)
         return moved
 
@@ -231,10 +173,16 @@ class StreamTransport(Engine):
         """Read the available part of the message at the front of the link; return whether there was
         any. Called only by the leader."""
         try:
-            fresh = peer.frame is None
-            frame = peer.frame or self._next_frame(peer)
+            frame = peer.frame
+            fresh = frame is None
             if frame is None:
-                return False
+                if peer.link.look() < frames.HEADER_BYTES:
+                    return False
+                if self._take_whole(peer):
+                    return True
+                frame = self._next_frame(peer)
+                if frame is None:
+                    return False
             moved = frame.take(peer.link)
             if frame.complete:
                 peer.link.skip(-frame.header.nbytes % peer.link.align)
@@ -245,6 +193,22 @@ class StreamTransport(Engine):
         else:
             self._settle(peer, frame)
             return fresh or moved > 0
+        return True
+
+    def _take_whole(self, peer: Peer) -> bool:
+        """Take the message at the front of the link, if it is the likely one of the peer's only
+        receive, and whole; return whether it was. Called only by the leader."""
+        receive = peer.next
+        if receive is None:
+            return False
+        payload = peer.link.whole(receive.header, receive.likely[1])
+        if payload is None:
+            return False
+        error = receive.take(payload)
+        peer.link.skip(len(receive.header) + len(payload) + -len(payload) % peer.link.align)
+        with self.lock:
+            peer.taken += 1
+            self._end(peer, receive, error)
         return True
 
     def _next_frame(self, peer: Peer) -> Frame | None:
@@ -260,6 +224,7 @@ class StreamTransport(Engine):
             raise EOFError(LEFT)
         peer.frame = frame = Frame(header)
         with self.lock:
+            peer.queue_next()
             receive = peer.posted.take(header.tag)
             if receive is None:
                 self._keep(peer, frame)
@@ -308,6 +273,7 @@ class StreamTransport(Engine):
         """Finish a receive. Under the lock."""
         if receive in peer.receives:
             peer.receives.remove(receive)
+            peer.next = None
             self.finish(receive, error)
 
     # --- losing a peer
