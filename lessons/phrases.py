@@ -93,10 +93,15 @@ def _filled(chinese: str, parts: list[str]) -> str:
     )
 
 
-@cache
 def phrases_of(lesson: Lesson) -> Phrases:
     """Return the phrases of a lesson, and those of several lessons."""
-    return Phrases(_flat(_read(lessons.FOLDER)) | _flat(_read(lesson.folder)))
+    return folder_phrases(lesson.folder)
+
+
+@cache
+def folder_phrases(folder: Path) -> Phrases:
+    """Return the phrases of a folder's zh.toml, and those of several lessons."""
+    return Phrases(_flat(_read(lessons.FOLDER)) | _flat(_read(folder)))
 
 
 def figure_phrases(folder: Path) -> Phrases | None:

@@ -5,7 +5,7 @@ a stage keeps of a microbatch, and the twist: a rank with little memory, more fo
 microbatches in pairs. The lists are proved and timed by schedule_checker.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -100,8 +100,9 @@ def drawn(draw: StudentDraw) -> DrawnPipeline:
     )
 
 
-TASK = Template('''\
-"""Assignment 2 of @STUDENT@: 1F1B with a twist of your own.
+TEXTS = {
+    "task": """\
+Assignment 2 of @STUDENT@: 1F1B with a twist of your own.
 
 A pipeline of $ranks stages, one per rank, as in lesson 11. Per microbatch:
 
@@ -117,7 +118,20 @@ them, also with fewer than there are stages. Messages take no time.
 
 Replace each `hole(...)` by your own code; write more functions if you need them, and call your own
 functions where they help. Each hole is graded alone.
-"""
+""",
+    "little memory": """\
+    Rank $place has little memory: it holds the activations of at most $limit microbatches.
+    All ranks still do as many forwards ahead as 1F1B has, where the memory of rank $place and an end
+    without a deadlock allow it.""",
+    "more ahead": """\
+    Every rank does $more more forwards ahead than 1F1B has, if there are as many microbatches.""",
+    "in pairs": """\
+    Microbatches go in pairs: two forwards, then two backwards, wherever 1F1B does one and one.
+    Rank r does two forwards ahead for each stage after its own.""",
+}
+"""What a student reads; texts.zh.toml has the same in Chinese."""
+
+CODE = Template('''\
 
 from minidist.grading import hole
 from minidist.parallel.pipeline.instructions import Backward, Forward  # noqa: F401 - for hole 2
@@ -149,21 +163,9 @@ def bubble(microbatches):
     return hole(5, "which share of the ranks' time is idle?", microbatches)
 ''')
 
-TOLD = {
-    "little memory": """\
-    Rank $place has little memory: it holds the activations of at most $limit microbatches.
-    All ranks still do as many forwards ahead as 1F1B has, where the memory of rank $place and an end
-    without a deadlock allow it.""",
-    "more ahead": """\
-    Every rank does $more more forwards ahead than 1F1B has, if there are as many microbatches.""",
-    "in pairs": """\
-    Microbatches go in pairs: two forwards, then two backwards, wherever 1F1B does one and one.
-    Rank r does two forwards ahead for each stage after its own.""",
-}
 
-
-def task_file(drawn: DrawnPipeline) -> str:
-    """Return the student's Python file with holes."""
+def task_file(drawn: DrawnPipeline, texts: Mapping[str, str] = TEXTS) -> str:
+    """Return the student's Python file with holes. Args: texts: TEXTS, or its Chinese."""
     rows = [
         f"    {stage:5} {forward:7} s {backward:8} s {kept >> 20:8} MiB"
         for stage, (forward, backward, kept) in enumerate(
@@ -171,13 +173,14 @@ def task_file(drawn: DrawnPipeline) -> str:
         )
     ]
     numbers = {"place": drawn.place, "limit": drawn.limit, "more": drawn.more}
-    return TASK.substitute(
+    told = Template(texts["task"]).substitute(
         ranks=drawn.ranks,
         table="\n".join(rows),
-        twist=Template(TOLD[drawn.twist]).substitute(numbers),
+        twist=Template(texts[drawn.twist]).substitute(numbers),
         microbatches=drawn.microbatches,
-        turn=" (two each)" if drawn.twist == "in pairs" else "",
     )
+    turn = " (two each)" if drawn.twist == "in pairs" else ""
+    return f'"""{told}"""\n' + CODE.substitute(turn=turn)
 
 
 def tasks(drawn: DrawnPipeline) -> dict[int, Tasks]:

@@ -122,8 +122,9 @@ def drawn(draw: StudentDraw) -> PlanningTask:
     return replace(free, limit=limit)
 
 
-TASK = Template('''\
-"""Assignment 3 of @STUDENT@: a plan for a cluster of your own.
+TEXTS = {
+    "task": """\
+Assignment 3 of @STUDENT@: a plan for a cluster of your own.
 
 The model is a GPT with learned norms and biases, rotary positions, and an output layer of its own:
 $layers layers, width $width, $heads heads, a vocabulary of $vocabulary, an MLP of 4 times the width.
@@ -148,6 +149,10 @@ Plan on paper, by lessons 00, 11, 12, 14 and 24, and try plans by
 
 Replace each `hole(...)` by your own code. Each hole is graded alone.
 """
+}
+"""What a student reads; texts.zh.toml has the same in Chinese."""
+
+CODE = '''\
 
 from minidist.grading import hole
 
@@ -174,12 +179,12 @@ def state_bytes(dp, pp, tp, zero):
 def step_seconds():
     """Return the seconds of a step of your plan, to 10 %."""
     return hole(4, "how long does a step of this plan take?")
-''')
+'''
 
 
-def task_file(task: PlanningTask) -> str:
-    """Return the student's Python file with holes."""
-    return TASK.substitute(
+def task_file(task: PlanningTask, texts: Mapping[str, str] = TEXTS) -> str:
+    """Return the student's Python file with holes. Args: texts: TEXTS, or its Chinese."""
+    told = Template(texts["task"]).substitute(
         layers=task.layers,
         width=task.config.width,
         heads=task.heads,
@@ -189,6 +194,7 @@ def task_file(task: PlanningTask) -> str:
         cluster=task.cluster,
         limit=task.limit,
     )
+    return f'"""{told}"""\n' + CODE
 
 
 def tasks(task: PlanningTask) -> dict[int, Tasks]:

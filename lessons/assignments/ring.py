@@ -6,7 +6,7 @@ is measured: what the chunks contain, where each message goes, how many bytes a 
 """
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from string import Template
@@ -79,8 +79,9 @@ def drawn(draw: StudentDraw) -> DrawnRing:
             return ring
 
 
-TASK = Template('''\
-"""Assignment 1 of @STUDENT@: an all-reduce on a ring of your own.
+TEXTS = {
+    "task": """\
+Assignment 1 of @STUDENT@: an all-reduce on a ring of your own.
 
 $size ranks stand on a ring in this order:
 
@@ -102,7 +103,16 @@ $owned
 Replace each `hole(...)` by your own code; write more functions if you need them. Each hole is
 graded alone. `group` is as in lesson 03: group.rank, group.size,
 group.exchange(outgoing, dst=, src=) -> array, group.send(outgoing, dst=), group.recv(src=).
-"""
+""",
+    "circle": "$circle - and again $first",
+    "owned": "rank $rank has chunk $chunk",
+    "forward": "in this order",
+    "backward": "against this order",
+    **{name: name for name in REDUCTIONS},
+}
+"""What a student reads; texts.zh.toml has the same in Chinese."""
+
+CODE = Template('''\
 
 import numpy as np
 
@@ -140,25 +150,26 @@ def bytes_sent(rank, n):
 ''')
 
 
-def task_file(ring: DrawnRing) -> str:
-    """Return the student's Python file with holes."""
+def task_file(ring: DrawnRing, texts: Mapping[str, str] = TEXTS) -> str:
+    """Return the student's Python file with holes. Args: texts: TEXTS, or its Chinese."""
     first = ring.circle[0]
-    holders = [f"rank {rank} has chunk {chunk}" for rank, chunk in enumerate(ring.owned)]
-    owned = textwrap.fill(
-        f"{', '.join(holders)}.", 90, initial_indent="    ", subsequent_indent="    "
-    )
-    return TASK.substitute(
+    circle = " - ".join(map(str, ring.circle))
+    holder = Template(texts["owned"])
+    holders = [holder.substitute(rank=rank, chunk=chunk) for rank, chunk in enumerate(ring.owned)]
+    owned = textwrap.fill(", ".join(holders), 90, initial_indent="    ", subsequent_indent="    ")
+    told = Template(texts["task"]).substitute(
         size=ring.size,
         last=ring.size - 1,
-        circle=" - ".join(map(str, ring.circle)) + f" - and again {first}",
-        direction="in this order" if ring.forward else "against this order",
+        circle=Template(texts["circle"]).substitute(circle=circle, first=first),
+        direction=texts["forward" if ring.forward else "backward"],
         example=first,
         example_next=ring.next_of(first),
-        reduction=ring.reduction,
+        reduction=texts[ring.reduction],
         shares=" : ".join(map(str, ring.shares)),
         total=sum(ring.shares),
         owned=owned,
     )
+    return f'"""{told}"""\n' + CODE.substitute(reduction=ring.reduction)
 
 
 def tasks(ring: DrawnRing) -> dict[int, Tasks]:

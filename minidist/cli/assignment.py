@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 from minidist import holes
 from minidist.cli.check import show, show_printed
 from minidist.cli.gradescope import add_grading_arguments, graded_and_written
+from minidist.cli.language import add_language_argument, language
 from minidist.cli.lesson import write_new
 from minidist.console import fail, shown, whole_number, write_json
 from minidist.files import check_writable, scratch
+from minidist.lessons.phrases import Say, translated
 from minidist.reading import visible
 
 if TYPE_CHECKING:  # it loads the planner, which only an assignment needs
@@ -46,14 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--copy", metavar="DIR", help="write the file with holes to DIR")
     parser.add_argument("--json", metavar="FILE", help="write the grade as JSON")
     add_grading_arguments(parser)
+    add_language_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """List, write or grade. Returns: 0, or 1 for a file that does not pass. Raises: ConfigError."""
     from minidist.lessons import assignments
 
+    chosen = language(args)
     if args.number is None:
-        for number, title in assignments.titles():
+        for number, title in assignments.titles(chosen):
             print(f"{number}  {title}")
         print("minidist assignment 1 --student ID --copy DIR writes yours")
         return 0
@@ -63,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     course = _name("--course", args.course) if args.course else ""
     if bool(args.file) == bool(args.copy):
         fail("give a FILE to grade, or --copy DIR to write the file with holes: one of the two")
-    found = assignments.assignment(args.number, student=student, course=course)
+    found = assignments.assignment(args.number, student=student, course=course, language=chosen)
     if args.copy:
         target = Path(args.copy) / f"assignment_{args.number}.py"
         name = write_new(target, found.task_file)
@@ -71,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name}: fill its holes, then: minidist assignment {args.number} {name} {options}")
         return 0
     check_writable("--json", args.json)
-    return _grade(args, found, student, course)
+    say = assignments.phrases().say if chosen == "zh" else str
+    return _grade(args, found, student, course, say)
 
 
 def _name(option: str, text: str) -> str:
@@ -91,7 +96,9 @@ def _options(student: str, course: str) -> str:
     return shlex.join(["--student", student, *(["--course", course] if course else [])])
 
 
-def _grade(args: argparse.Namespace, found: "Assignment", student: str, course: str) -> int:
+def _grade(
+    args: argparse.Namespace, found: "Assignment", student: str, course: str, say: Say
+) -> int:
     """Grade a file as `minidist check` does, by the two files that a lesson has: the exercise with
     holes, and what grades it."""
     with scratch() as folder:
@@ -109,9 +116,10 @@ def _grade(args: argparse.Namespace, found: "Assignment", student: str, course: 
             part=f"assignment {args.number}",
             tasks=holes.tasks(ast.parse(found.task_file)),
             start=f"minidist assignment {args.number} {_options(student, course)} --copy DIR",
+            say=say,
         )
     show_printed(printed)
-    show(grade, f"Assignment {args.number} · {found.title}")
+    show(translated(grade, say), say(f"Assignment {args.number}") + f" · {found.title}", say)
     if args.json:
         write_json(args.json, grade.as_json())
     return 0 if grade.passed else 1

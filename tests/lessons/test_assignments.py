@@ -1,8 +1,10 @@
 """The assignments: a right answer of each student passes, a wrong one is named, and no other
 student's answer nor the repository's own code fits."""
 
+import ast
 import inspect
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,12 +16,15 @@ import pytest
 from assigned import RIGHT
 from filling import fill
 
+from minidist import holes
 from minidist.cli import main
 from minidist.errors import ConfigError
 from minidist.lessons import assignments
 from minidist.lessons.assignments import assignment, pipeline, planning, ring
 from minidist.lessons.assignments.draws import StudentDraw
+from minidist.lessons.phrases import said
 from minidist.parallel.pipeline.schedules import one_f_one_b
+from minidist.reading import read_toml
 
 STUDENTS = ("anna", "ben", "student 17")
 WRONG = {
@@ -60,8 +65,12 @@ def right(number: int, student: str) -> dict[int, str]:
 
 
 def filled(number: int, student: str, answers: dict[int, str]) -> str:
-    """A student's file with these answers; statements take the place of the whole `return`."""
-    text = assignment(number, student=student).task_file
+    """A student's file with these answers."""
+    return filled_text(assignment(number, student=student).task_file, answers)
+
+
+def filled_text(text: str, answers: dict[int, str]) -> str:
+    """A file with these answers; statements take the place of the whole `return`."""
     expressions = {hole: code for hole, code in answers.items() if "return" not in code}
     statements = {hole: code for hole, code in answers.items() if "return" in code}
     for hole in statements:
@@ -359,3 +368,52 @@ def test_the_table_of_assignments_is_printed(capsys: pytest.CaptureFixture[str])
 def test_there_is_no_fourth_assignment() -> None:
     with pytest.raises(ConfigError, match="1, 2, 3"):
         assignment(4, student="a")
+
+
+# -------------------------------------------------------------------------------------- in Chinese
+
+NUMBERS = {"ring": 1, "pipeline": 2, "planning": 3}
+
+
+@pytest.mark.parametrize("module", [ring, pipeline, planning])
+def test_what_an_assignment_says_is_there_in_chinese(module: Any) -> None:
+    name = module.__name__.rpartition(".")[2]
+    chinese = read_toml(assignments.CHINESE)[name]
+    assert {key: _gaps(text) for key, text in chinese.items()} == {
+        key: _gaps(text) for key, text in module.TEXTS.items()
+    }
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    told = {*said(source)} - {*module.TEXTS, *module.TEXTS.values()}
+    holes_told = [*holes.tasks(ast.parse(module.task_file(drawn(NUMBERS[name], "anna")))).values()]
+    say = assignments.phrases().say
+    english = [text for text in (*told, *holes_told) if "hole(" not in text and say(text) == text]
+    # rows of a table, code, and a word in a docstring: English in both
+    assert {*english} <= {
+        "rank {}",
+        "    {} {} s {} s {} MiB",
+        " (two each)",
+        "dp, pp, tp, zero, rows",
+    }
+
+
+def _gaps(text: str) -> list[str]:
+    return sorted(re.findall(r"\$[a-z_]+|@STUDENT@|\{.*?\}", text))
+
+
+def test_an_assignment_in_chinese_is_graded_in_chinese(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The holes have other words, and the same answers pass."""
+    file = tmp_path / "assignment_1.py"
+    words = ["--student", "小明", "--language", "zh"]
+    assert main(["assignment", "1", *words, "--copy", str(tmp_path)]) == 0
+    text = file.read_text(encoding="utf-8")
+    assert "小明 的作业 1" in text and "归约散射的一步中，一个 rank 发出哪一块？" in text
+    answers = RIGHT[1](drawn(1, "小明"))
+    file.write_text(filled_text(text, answers), encoding="utf-8")
+    capsys.readouterr()
+    assert main(["assignment", "1", str(file), *words]) == 0
+    assert "作业 1 · 自己的环上的全归约" in capsys.readouterr().out
+    file.write_text(filled_text(text, answers | {6: "16 * n"}), encoding="utf-8")
+    assert main(["assignment", "1", str(file), *words]) == 1
+    assert "字节数不同" in capsys.readouterr().out
