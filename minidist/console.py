@@ -53,6 +53,22 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; a word that may be left out may also stand behind an option, as
+        FILE in `minidist check 03 --language zh FILE`.
+
+        Before Python 3.12.7 argparse took it for left out where the option began.
+        """
+        found, left = super().parse_known_args(args, namespace)
+        if self._subparsers is None and any(not word.startswith("-") for word in left):
+            # it parses twice by this method: first the options, then the other words
+            self.parse_known_args = super().parse_known_args  # type: ignore[method-assign]
+            try:
+                return self.parse_known_intermixed_args(args)
+            finally:
+                del self.parse_known_args
+        return found, left
+
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Return the values as argparse does, but refuse --json=--, whose value argparse takes for
         the end of the options.

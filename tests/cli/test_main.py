@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from minidist.cli import COMMANDS, MODULES, doctor, main
+from minidist.cli import COMMANDS, MODULES, doctor, main, parser_for
 from minidist.console import (
     Parser,
     counts,
@@ -96,6 +96,23 @@ def test_an_unknown_option_that_is_like_no_other_gets_no_advice(word, capsys):
 
 def test_an_option_of_another_command_is_not_what_was_meant(capsys):
     assert "did you mean --out?" not in refusal(capsys, "bench", "all-reduce", "--out", "x")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("check", ["03", "--language", "zh", "mine.py"]),
+        ("check", ["--limit=9", "03", "--json", "a.json", "mine.py"]),
+        ("assignment", ["1", "--student", "anna", "mine.py"]),
+    ],
+)
+def test_a_file_may_stand_behind_an_option(command, words):
+    assert parser_for(command).parse_args(words).file == "mine.py"
+
+
+def test_a_word_too_many_is_told_once(capsys):
+    assert main(["check", "03", "--language", "zh", "mine.py", "another.py"]) == 2
+    assert "unrecognized arguments: another.py;" in capsys.readouterr().err
 
 
 def test_a_value_of_the_wrong_kind_is_one_line(capsys):
