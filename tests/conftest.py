@@ -148,10 +148,12 @@ def no_profile(tmp_path_factory):
         yield
 
 
-@pytest.fixture(autouse=True)
-def no_lines_of_progress(monkeypatch):
+@pytest.fixture(scope="session", autouse=True)
+def no_lines_of_progress():
     """On a busy machine a command of a test may take as long as one that says what it does."""
-    monkeypatch.setattr("minidist.progress.LINES_EVERY", 3600.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minidist.progress.LINES_EVERY", 3600.0)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from minidist.parallel.context import (
 )
 from minidist.parallel.context.context_parallel import ContextParallel
 from minidist.parallel.context.sequence_parallel import SequenceParallel
-from minidist.parallel.hybrid.hybrid_step import Hybrid
+from minidist.parallel.hybrid.hybrid_step import Hybrid, own_loss
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.parallelize import compose, no_dropout
 from minidist.parallel.hybrid.plan import Plan
@@ -129,8 +129,8 @@ def peaks(
             mesh,
             Plan(),
             axes,
-            Single(model),  # no replicas, whose buckets of gradients would count too
-            key=no_dropout,
+            # no replicas, whose buckets of gradients would count too
+            Single(model, loss=own_loss(model, axes, no_dropout)),
             recorder=Silent(),
             store=ShardStore(),
         )

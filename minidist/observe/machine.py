@@ -1,12 +1,11 @@
 """The machine of a measurement, as figures, profiles and JSON files record it."""
 
+import os
 import platform
 import sys
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
-
-import psutil
 
 from minidist.device import blas
 from minidist.device.processor import processor
@@ -32,7 +31,7 @@ def machine() -> dict[str, Any]:
             versions[name] = metadata.version(name)
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "cores": psutil.cpu_count(),
+        "cores": os.cpu_count(),
         "processor": processor(),
         "system": platform.system(),
         "python": platform.python_version(),

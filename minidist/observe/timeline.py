@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +199,7 @@ class Timeline:
         Cost:    counted under `control`: `clock_offset`, then one gather of the packed spans.
         """
         offset = clock_offset(group)
-        spans = [
-            asdict(Span(s.name, s.row, s.start + offset, s.stop + offset, s.details))
-            for s in self.spans
-        ]
+        spans = [[s.name, s.row, s.start + offset, s.stop + offset, s.details] for s in self.spans]
         memory = [[moment + offset, now] for moment, now in self.memory]
         gathered = gather_records(
             group,
@@ -212,7 +209,7 @@ class Timeline:
             return None
         timelines = [Timeline(record["rank"]) for record in gathered]
         for timeline, record in zip(timelines, gathered, strict=True):
-            timeline.spans = [Span(**span) for span in record["spans"]]
+            timeline.spans = [Span(*span) for span in record["spans"]]
             timeline.gaps = dict(record["gaps"])
             timeline.memory = [(moment, now) for moment, now in record["memory"]]
         return timelines

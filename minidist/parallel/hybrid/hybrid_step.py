@@ -71,7 +71,12 @@ from minidist.nn.weight_shard import assemble
 from minidist.optim import Optimizer
 from minidist.parallel.context.context_parallel import ContextParallel
 from minidist.parallel.context.sequence_parallel import SequenceParallel
-from minidist.parallel.context.token_shard import OwnTokens, all_tokens, within
+from minidist.parallel.context.token_shard import (
+    OwnTokens,
+    all_tokens,
+    loss_of_tokens,
+    within,
+)
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.pipeline.stages import StageModel
@@ -79,7 +84,7 @@ from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.model_axis import ModelAxis, Summand, add_up
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Counted, Part, part_of
+from minidist.parallel.step.step import Batch, Counted, Key, Loss, Part, loss_of, part_of
 from minidist.parallel.step.strategy import DataAxis, PassLoop
 from minidist.parallel.tensor.tensor_parallel import TensorParallel
 from minidist.parallel.zero.shards import ShardStore
@@ -147,13 +152,15 @@ class Hybrid(PassLoop):
     it).
 
     Args:    model: this rank's part of it; axes: the axes that divide it, the pipeline first;
-             data_axis: trains the replicas of this part; pipeline: None without stages. The others
-             as Trainer and parallelize.
+             data_axis: trains the replicas of this part, by `own_loss`; pipeline: None without
+             stages. The others as Trainer and parallelize.
     Attributes: flats_with_sums: the runs of the data axis that have a gradient to be summed over
                 ranks of other axes too.
                 summands: these gradients, each with the group that sums it.
                 counted: the gradients that this rank counts in the norm.
     """
+
+    pipeline: StageModel | None
 
     def __init__(
         self,
@@ -336,6 +343,12 @@ def tokens_of(axes: Sequence[ModelAxis]) -> tuple[OwnTokens, OwnTokens]:
         elif isinstance(axis, SequenceParallel):
             carried = axis.own_tokens
     return tokens, carried if tokens is all_tokens else within(tokens, carried)
+
+
+def own_loss(model: GPT, axes: Sequence[ModelAxis], key: Key) -> Loss:
+    """Return the loss by which a rank trains a model that `axes` divide: of its own tokens."""
+    tokens, _ = tokens_of(axes)
+    return loss_of(model, key) if tokens is all_tokens else loss_of_tokens(model, key, tokens)
 
 
 def lay_out(model: GPT, axes: Sequence[ModelAxis], pipeline: StageModel | None) -> None:

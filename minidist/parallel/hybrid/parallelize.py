@@ -129,8 +129,7 @@ def compose(
 ) -> "Hybrid":
     """Take this rank's stages of a model that `axes` divide, draw its weights, and return the
     strategy that trains them as replicas. Args, Raises: as parallelize."""
-    from minidist.parallel.context.token_shard import all_tokens, loss_of_tokens
-    from minidist.parallel.hybrid.hybrid_step import Hybrid, lay_out, tokens_of
+    from minidist.parallel.hybrid.hybrid_step import Hybrid, lay_out, own_loss
     from minidist.parallel.hybrid.pipedream_step import HybridPipeDream
 
     precision = precision or Precision()
@@ -147,8 +146,7 @@ def compose(
     lay_out(model, axes, pipeline)
     if plan.offload == "all":
         require_disk(plan, model, store, f"rank {mesh.world.rank}")
-    tokens, _ = tokens_of(axes)
-    loss = loss_of(model, key) if tokens is all_tokens else loss_of_tokens(model, key, tokens)
+    loss = own_loss(model, axes, key)
     data_axis = make_data_axis(
         model, mesh.copies, plan, seed=seed, store=store, loss=loss, **common
     )

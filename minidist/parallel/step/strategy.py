@@ -255,7 +255,7 @@ class DataAxis(PassLoop):
     flats: Sequence[Flat] = ()  # runs of parameters of which this rank updates chunks (ZeRO)
     # this rank belongs to the first copy of the state (with DDP: rank 0)
     first_copy = True
-    weights: Sequence[Parameter]  # that learn
+    weights: list[Parameter]  # that learn
     counted: Counted  # what this rank counts in the norm
     _summed = True  # this step's gradients are summed over the ranks
 

@@ -103,7 +103,8 @@ class GradientShards:
     def finish(self) -> None:
         """Backward is over: return when the shards have their sums, wherever they lie."""
         self.take_sum()
-        self.sharing.wait_for_copies()
+        if self.sharing.copies > 1:
+            self.sharing.wait_for_copies()
         self.store.wait_for_gradients()
 
     def sum_copies(self) -> None:

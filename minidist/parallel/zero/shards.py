@@ -316,8 +316,6 @@ class ZeroAxis(DataAxis):
     def sum_stored(self) -> None:
         """Sum the shards whose gradients have left the device over the copies, one after
         another."""
-        if self.sharing.copies == 1:
-            return
         for index, flat in enumerate(self.flats):
             if self.sharing.has_copies(flat) and self.store.device_sums(flat) is None:
                 with self.store.gradients([flat]) as (shard,):

@@ -152,7 +152,8 @@ class Zero1(ShardedReplica):
         if last:
             with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
                 self._take_sums(wait=True)
-                self.sharing.wait_for_copies()
+                if self.sharing.copies > 1:
+                    self.sharing.wait_for_copies()
                 self.store.wait_for_gradients()
             self._summed = True
         return deferred
@@ -164,7 +165,8 @@ class Zero1(ShardedReplica):
     def finish_step(self) -> None:
         """As DataAxis's; then what has left the device is summed over the copies."""
         super().finish_step()
-        self.sum_stored()
+        if self.sharing.copies > 1:
+            self.sum_stored()
 
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps

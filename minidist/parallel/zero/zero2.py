@@ -171,7 +171,8 @@ class Zero2(ShardedReplica):
         """Sum the shards over the copies, unless a last backward did."""
         if not self._summed:
             self.gradients.sum_copies()
-        self.sum_stored()
+        if self.sharing.copies > 1:
+            self.sum_stored()
 
     def _start_reduce(self, index: int) -> None:
         """Begin the reduce-scatter of a bucket."""

@@ -356,7 +356,8 @@ class Zero3(ZeroAxis):
         """Sum the shards over the copies, unless a last backward did."""
         if not self._summed:
             self.gradients.sum_copies()
-        self.sum_stored()
+        if self.sharing.copies > 1:
+            self.sum_stored()
 
     # ------------------------------------------------------------------------ evaluation and update
 

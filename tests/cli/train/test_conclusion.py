@@ -108,6 +108,8 @@ def test_what_is_made_of_the_results_fails_alone_and_in_one_line(
         require_results(tmp_path)  # they are on the disk before the piece begins
         return broken()
 
+    # tests/observe/test_why.py draws it
+    monkeypatch.setattr(run_folder, "draw_why", lambda path, *_: path.touch())
     monkeypatch.setattr(home, name, late_and_broken)
     status, error = train(book, tmp_path, "--why")
     lines = error.splitlines()

@@ -138,10 +138,11 @@ def test_a_run_with_more_steps_tells_the_jump_of_its_rate(
 ) -> None:
     train(tmp_path, "--save-every", "20", "--steps", "20", *words)
     before = manifest_of(tmp_path)
-    told = []
-    for more in ([], ["--steps", "200"], []):
-        stop = 20 if not more and not told else 22
-        told.append(resume_until(tmp_path, stop, *more))
+    told = [
+        resume_until(tmp_path, 20),
+        resume_until(tmp_path, 22, "--steps", "200"),
+        resume_until(tmp_path, 24),
+    ]
     assert told[0] == told[2] == ""
     lines = told[1].splitlines()
     assert len(lines) == (0 if says is None else 1) and (says is None or says in lines[0])

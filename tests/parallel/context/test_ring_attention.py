@@ -46,6 +46,7 @@ from minidist.parallel.context.ring_attention import (
     zigzag,
 )
 from minidist.parallel.data.ddp import DDP
+from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.memory.activations import forget_scores
 
 # ---------------------------------------------------------------------------------------- attention
@@ -485,7 +486,7 @@ BUGS = [
         "visible",
         lambda right, *args: ((q, k, False) for q, k, _ in right(*args)),
     ),
-    Bug("share of the loss by own tokens", token_shard, "loss_of_tokens", mean_of_means),
+    Bug("share of the loss by own tokens", hybrid_step, "loss_of_tokens", mean_of_means),
 ]
 
 
