@@ -104,9 +104,10 @@ class TcpLink(PolledLink):
             if self._stop - self._start < count:
                 return None
         start = self._start + len(header)
-        stop = self._start + count
-        same = self._memory[self._start : start].tobytes() == header
-        return self._buffer[start:stop] if same else None
+        if self._memory[self._start : start].tobytes() != header:
+            return None
+        self._start += count
+        return self._buffer[start : self._start]
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
         if self._start:

@@ -41,17 +41,16 @@ class ByteLink(ABC):
         have arrived."""
 
     def whole(self, header: bytes, nbytes: int) -> np.ndarray | None:
-        """Return the payload (uint8) of the message at the front, not consumed, if it is complete
-        and has exactly this header.
+        """Consume the message at the front if it is complete and has exactly this header. Return
+        its payload (uint8), valid until the next call of the link; None for another message.
 
         Args:    nbytes: of the payload, at most `short`.
         """
         data = self.peek(len(header) + nbytes)
-        return (
-            np.frombuffer(data, np.uint8, offset=len(header))
-            if data and data.startswith(header)
-            else None
-        )
+        if data is None or not data.startswith(header):
+            return None
+        self.skip(len(data) + -nbytes % self.align)
+        return np.frombuffer(data, np.uint8, offset=len(header))
 
     @abstractmethod
     def piece(self, most: int, itemsize: int) -> np.ndarray:

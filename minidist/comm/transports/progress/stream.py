@@ -205,7 +205,6 @@ class StreamTransport(Engine):
         if payload is None:
             return False
         error = receive.take(payload)
-        peer.link.skip(len(receive.header) + len(payload) + -len(payload) % peer.link.align)
         with self.lock:
             peer.taken += 1
             self._end(peer, receive, error)
