@@ -85,9 +85,9 @@ class TcpLink(PolledLink):
         except BlockingIOError:
             return 0
 
-    def look(self) -> int:
+    def look(self, most: int = 0) -> int:
         if self._stop - self._start < HEADER_BYTES:
-            self._fill(READ_AHEAD, expected=1)
+            self._fill(max(most, READ_AHEAD), expected=1)
         return self._stop - self._start
 
     def peek(self, count: int) -> bytes | None:

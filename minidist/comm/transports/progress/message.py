@@ -30,9 +30,9 @@ class ByteLink(ABC):
         """Take bytes from the front of prefix + payload (uint8). Return their number, 0 if the link
         is full."""
 
-    def look(self) -> int:
+    def look(self, most: int = 0) -> int:
         """Return the number of bytes that have arrived, as far as is known; at least that of a
-        header if one has."""
+        header if one has. `most`: the bytes of the message that is looked for."""
         return 0 if self.peek(frames.HEADER_BYTES) is None else frames.HEADER_BYTES
 
     @abstractmethod
@@ -94,11 +94,13 @@ class Send(Operation):
 
 
 class Receive(Operation):
-    """A receive; `header` is that of its `likely` message, b"" if it has none."""
+    """A receive; `header` is that of its `likely` message, b"" if it has none; `length` that of
+    header and payload."""
 
     incoming = True
     likely: Likely = b"", 0, None
     header = b""
+    length = 0
 
     def __init__(
         self, engine: Engine, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None
