@@ -85,9 +85,9 @@ class TcpLink(PolledLink):
         except BlockingIOError:
             return 0
 
-    def look(self) -> int:
+    def look(self, most: int = 0) -> int:
         if self._stop - self._start < HEADER_BYTES:
-            self._fill(READ_AHEAD, expected=1)
+            self._fill(max(most, READ_AHEAD), expected=1)
         return self._stop - self._start
 
     def peek(self, count: int) -> bytes | None:
@@ -104,9 +104,10 @@ class TcpLink(PolledLink):
             if self._stop - self._start < count:
                 return None
         start = self._start + len(header)
-        stop = self._start + count
-        same = self._memory[self._start : start].tobytes() == header
-        return self._buffer[start:stop] if same else None
+        if self._memory[self._start : start].tobytes() != header:
+            return None
+        self._start += count
+        return self._buffer[start : self._start]
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
         if self._start:

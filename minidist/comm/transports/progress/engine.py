@@ -23,6 +23,7 @@ from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import QUIET
 from minidist.comm.transport import Tag, Transport
 from minidist.comm.transports.progress.mailbox import loopback
+from minidist.device.cores import of_all_ranks
 from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutError
 
 # seconds between the helper's passes: while bytes move, while none do
@@ -90,6 +91,7 @@ class Engine(Transport):
         self.lock = threading.Lock()
         self.lost: dict[int, PeerLostError] = {}  # peers without which the job continues
         self.spins = spins
+        self._crowded = world_size > of_all_ranks()
         self._turn = threading.Condition(self.lock)
         self._leading = self._asleep = False  # a thread leads; it sleeps, or is about to
         self._led = 0  # number of times a thread has waited, or passed
@@ -176,6 +178,8 @@ class Engine(Transport):
 
     def _lead(self, operation: Operation, deadline: float) -> None:
         idle = 0
+        if self._crowded:
+            yield_core()  # to a peer on this core, whose message cannot be there yet
         while not operation.finished:
             moved = self._pass()
             if operation.finished or self.waits.error is not None or time.monotonic() >= deadline:

@@ -30,9 +30,9 @@ class ByteLink(ABC):
         """Take bytes from the front of prefix + payload (uint8). Return their number, 0 if the link
         is full."""
 
-    def look(self) -> int:
+    def look(self, most: int = 0) -> int:
         """Return the number of bytes that have arrived, as far as is known; at least that of a
-        header if one has."""
+        header if one has. `most`: the bytes of the message that is looked for."""
         return 0 if self.peek(frames.HEADER_BYTES) is None else frames.HEADER_BYTES
 
     @abstractmethod
@@ -41,17 +41,16 @@ class ByteLink(ABC):
         have arrived."""
 
     def whole(self, header: bytes, nbytes: int) -> np.ndarray | None:
-        """Return the payload (uint8) of the message at the front, not consumed, if it is complete
-        and has exactly this header.
+        """Consume the message at the front if it is complete and has exactly this header. Return
+        its payload (uint8), valid until the next call of the link; None for another message.
 
         Args:    nbytes: of the payload, at most `short`.
         """
         data = self.peek(len(header) + nbytes)
-        return (
-            np.frombuffer(data, np.uint8, offset=len(header))
-            if data and data.startswith(header)
-            else None
-        )
+        if data is None or not data.startswith(header):
+            return None
+        self.skip(len(data) + -nbytes % self.align)
+        return np.frombuffer(data, np.uint8, offset=len(header))
 
     @abstractmethod
     def piece(self, most: int, itemsize: int) -> np.ndarray:
@@ -95,11 +94,13 @@ class Send(Operation):
 
 
 class Receive(Operation):
-    """A receive; `header` is that of its `likely` message, b"" if it has none."""
+    """A receive; `header` is that of its `likely` message, b"" if it has none; `length` that of
+    header and payload."""
 
     incoming = True
     likely: Likely = b"", 0, None
     header = b""
+    length = 0
 
     def __init__(
         self, engine: Engine, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None

@@ -92,6 +92,7 @@ class StreamTransport(Engine):
             receive.header = frames.pack_header(
                 frames.MESSAGE, tag, likely[0], likely[1], source.link.align
             )
+            receive.length = len(receive.header) + likely[1]
         with self.lock:
             self.unfinished += 1
             early = source.unexpected.take(tag) if source.unexpected else None
@@ -176,9 +177,10 @@ class StreamTransport(Engine):
             frame = peer.frame
             fresh = frame is None
             if frame is None:
-                if peer.link.look() < frames.HEADER_BYTES:
+                receive = peer.next
+                if peer.link.look(0 if receive is None else receive.length) < frames.HEADER_BYTES:
                     return False
-                if self._take_whole(peer):
+                if receive is not None and self._take_whole(peer, receive):
                     return True
                 frame = self._next_frame(peer)
                 if frame is None:
@@ -195,19 +197,17 @@ class StreamTransport(Engine):
             return fresh or moved > 0
         return True
 
-    def _take_whole(self, peer: Peer) -> bool:
-        """Take the message at the front of the link, if it is the likely one of the peer's only
-        receive, and whole; return whether it was. Called only by the leader."""
-        receive = peer.next
-        if receive is None:
-            return False
+    def _take_whole(self, peer: Peer, receive: Receive) -> bool:
+        """Take the message at the front of the link, if it is whole and the likely one of the
+        receive, the peer's first; return whether it was. Called only by the leader."""
         payload = peer.link.whole(receive.header, receive.likely[1])
         if payload is None:
             return False
         error = receive.take(payload)
-        peer.link.skip(len(receive.header) + len(payload) + -len(payload) % peer.link.align)
         with self.lock:
             peer.taken += 1
+            if peer.next is not receive:  # another thread has queued it since
+                peer.posted.take(receive.tag)
             self._end(peer, receive, error)
         return True
 

@@ -26,8 +26,8 @@ def recognised(monkeypatch):
     outcomes = []
     plain = StreamTransport._take_whole
 
-    def noted(transport, peer):
-        outcomes.append(plain(transport, peer))
+    def noted(*args):
+        outcomes.append(plain(*args))
         return outcomes[-1]
 
     monkeypatch.setattr(StreamTransport, "_take_whole", noted)
@@ -155,8 +155,8 @@ def parts_of_many_shapes(world):
     differ between ranks, and a fifth long ones."""
     outcomes = []
     plain = StreamTransport._take_whole
-    world.transport._take_whole = lambda peer: (
-        outcomes.append(plain(world.transport, peer)) or outcomes[-1]
+    world.transport._take_whole = lambda *args: (
+        outcomes.append(plain(world.transport, *args)) or outcomes[-1]
     )
     for step in range(40):
         length = (3, 3, 3, 5 + world.rank, 30_000)[step % 5]
@@ -231,6 +231,30 @@ def test_a_planted_bug_is_caught(bug, monkeypatch):
     check_caught(bug, check_order, monkeypatch)
 
 
+@on_every_link
+def test_a_receive_that_is_posted_meanwhile_is_second(kind):
+    """Another thread posts it while the leader looks for the first one's message."""
+    with linked(kind) as (zero, one):
+        got = [np.zeros(10, np.uint8) for _ in range(2)]
+        arriving = []
+        link = one._peers[0].link
+        plain = link.whole
+
+        def whole(header, nbytes):
+            if len(arriving) == 1:
+                arriving.append(post(one, got[1]))
+            return plain(header, nbytes)
+
+        link.whole = whole
+        for value in (1, 2):
+            zero.start_send(1, tag(7), np.full(10, value, np.uint8), b"call 7").wait()
+        arriving.append(post(one, got[0]))
+        arriving[0].wait()
+        arriving[1].wait()
+        assert [array[0] for array in got] == [1, 2]
+        assert not one._peers[0].posted and not one._peers[0].reading
+
+
 def test_a_header_is_compared_to_its_end(monkeypatch):
     """A link that looks only at the length would take a message of another call."""
 
@@ -246,6 +270,6 @@ def test_a_header_is_compared_to_its_end(monkeypatch):
             one.start_recv(0, tag(7), accept, None, (b"call 7", 10, None)).wait()
 
     def whole(right, link, header, nbytes):
-        return link._buffer[link._start + len(header) : link._start + len(header) + nbytes]
+        return right(link, link.peek(len(header)), nbytes)
 
     check_caught(Bug("only the length counts", TcpLink, "whole", whole), check, monkeypatch)
