@@ -106,12 +106,14 @@ def stages(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class StepRow:
-    """The result of one contender: median seconds per step, tokens/s over all ranks, peak bytes
-    above import of its largest rank."""
+    """The result of one contender: median seconds per step, by the clock and of the processor
+    (which other work does not change as much), tokens/s over all ranks, peak bytes above import of
+    its largest rank."""
 
     name: str
     ranks: int
     step_seconds: float
+    processor_seconds: float
     tokens_per_second: float
     peak_bytes: int
     zero: int = 0
@@ -184,10 +186,11 @@ def measure_stages(
 
 
 class Answers(NamedTuple):
-    """A job's answers over all rounds: seconds of each step on the slowest rank, peak bytes of the
-    largest rank."""
+    """A job's answers over all rounds: seconds of each step on the slowest rank, seconds of the
+    processor on the rank that used most, peak bytes of the largest rank."""
 
     seconds: list[float]
+    processor_seconds: list[float]
     peak_bytes: int
 
 
@@ -203,6 +206,7 @@ def measure_jobs(
                 job.name,
                 job.size,
                 median,
+                statistics.median(answers.processor_seconds),
                 model.batch * model.context * job.size / median,
                 answers.peak_bytes,
             )
@@ -214,17 +218,23 @@ def take_turns(
     jobs: list[Job], rounds: int, steps: int, progress: Callable[[str], None]
 ) -> list[Answers]:
     """Return each job's answers; every round asks each job in turn. Ends the jobs."""
-    taken = [Answers([], 0) for _ in jobs]
+    taken = [Answers([], [], 0) for _ in jobs]
     with closed_at_the_end(jobs):
         for round_number in range(rounds):
             for index, job in enumerate(jobs):
                 progress(f"round {round_number + 1} of {rounds}: {job.name}, {job.size} ranks")
                 answers = job.ask(steps=steps)
-                slowest = [max(row) for row in zip(*(a["seconds"] for a in answers), strict=True)]
                 taken[index] = Answers(
-                    taken[index].seconds + slowest, max(a["peak_bytes"] for a in answers)
+                    taken[index].seconds + _most(answers, "seconds"),
+                    taken[index].processor_seconds + _most(answers, "processor_seconds"),
+                    max(a["peak_bytes"] for a in answers),
                 )
     return taken
+
+
+def _most(answers: list[dict[str, Any]], name: str) -> list[float]:
+    """Return the largest of all ranks' numbers of each step."""
+    return [max(row) for row in zip(*(answer[name] for answer in answers), strict=True)]
 
 
 # ---------------------------------------------------------------- the ranks' side
@@ -294,7 +304,7 @@ def random_batch(vocabulary: int, sequences: int, context: int) -> tuple[np.ndar
 
 def timed(step: Callable[[], Any], floor: int = 0) -> Callable[[int], dict[str, Any]]:
     """Return a function that runs `steps` steps (the first time after two warm-up steps) and
-    returns seconds, peak bytes, losses.
+    returns seconds, seconds of the processor, peak bytes, losses.
 
     The losses are those of all steps so far, as `step` returned them.
     """
@@ -304,11 +314,19 @@ def timed(step: Callable[[], Any], floor: int = 0) -> Callable[[int], dict[str, 
         while len(losses) < 2:
             losses.append(step())
         seconds = []
+        processor_seconds = []
         for _ in range(steps):
             start = time.perf_counter()
+            used = time.process_time()
             losses.append(step())
+            processor_seconds.append(time.process_time() - used)
             seconds.append(time.perf_counter() - start)
-        return {"seconds": seconds, "peak_bytes": resident_peak() - floor, "losses": losses}
+        return {
+            "seconds": seconds,
+            "processor_seconds": processor_seconds,
+            "peak_bytes": resident_peak() - floor,
+            "losses": losses,
+        }
 
     return measure
 

@@ -98,11 +98,14 @@ def _show_parts(result: dict[str, Any], console: Console) -> None:
 def show_step(result: dict[str, Any], console: Console) -> None:
     """Print a row per contender and rank count."""
     rows = result["rows"]
+    # results before 2026-11-29 have none
+    processor = ["ms of processor"] if all("processor_seconds" in row for row in rows) else []
     table = new_table(
         f"training step: {sizes(result)}",
         "",
         "ranks",
         "ms a step",
+        *processor,
         "tokens/s",
         "of its 1 rank",
         "beside PyTorch",
@@ -113,6 +116,7 @@ def show_step(result: dict[str, Any], console: Console) -> None:
             row["name"],
             str(row["ranks"]),
             f"{row['step_seconds'] * 1e3:.1f}",
+            *[f"{row['processor_seconds'] * 1e3:.1f}" for _ in processor],
             f"{row['tokens_per_second']:,.0f}",
             _ratio(row, rows, name=_alone(row), ranks=1),
             _ratio(row, rows, name="PyTorch", ranks=row["ranks"]),

@@ -51,6 +51,7 @@ def test_step_measures_ours(tmp_path, monkeypatch):
     ours = next(row for row in rows if row["name"] == "minidist")
     assert ours["ranks"] == 2
     assert ours["tokens_per_second"] == pytest.approx(2 * 8 * 2 / ours["step_seconds"])
+    assert ours["processor_seconds"] > 0
 
 
 TINY_STEP = [
