@@ -325,9 +325,13 @@ class Hybrid(PassLoop):
         the data axis (ZeRO), tp and pp."""
         away = self.plan.offload != "none"  # then it is read from the host, without the device
         with account.use(self.store.host if away else account.current()):
+            own = self.data_axis.state_dict()
+        with account.use(
+            self.store.host
+        ):  # the copies are there: a whole model may not fit a device
             if self.pipeline is not None:
-                return self.pipeline.state_dict()
-            return assemble(self.model, self.data_axis.state_dict(), self.mesh["tp"])
+                return self.pipeline.joined(own)
+            return assemble(self.model, own, self.mesh["tp"])
 
     def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
         return self.data_axis.frozen(changes=changes)
