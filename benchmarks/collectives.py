@@ -1,5 +1,5 @@
 """`minidist bench all-reduce|all-gather|reduce-scatter|all-to-all`: our transports compared with
-gloo and MPI, in one run.
+gloo and MPI, in one run; where there is a GPU, also NCCL.
 
 Each contender's ranks time the same float32 call after a check of its result. The time of a
 repetition is that of its slowest rank; the figure of a round is the median over repetitions, and
@@ -18,6 +18,9 @@ little that ranks leave the barrier before the calls at different times.
 The contenders `copies` and `bare-tcp` do only the work that no algorithm avoids, `bare-shm` only
 the work of showing arrays to each other (floors.py). The distance between a peer and them is about
 the largest possible gain over shared memory and over TCP.
+
+The contender `nccl` is our transport of this name: arrays on GPUs, which NCCL reduces, or CUDA IPC
+where ranks share one GPU. A call ends when the GPU has finished.
 """
 
 import importlib.util
@@ -53,9 +56,11 @@ from minidist.bench.jobs import (
     worker_arguments,
 )
 from minidist.comm.group import Group
-from minidist.errors import LaunchError
+from minidist.device.backend import module_for, to_device, to_host
+from minidist.errors import DeviceError, LaunchError
 
-OURS = ("tcp", "shm", "mpi")
+NCCL = "nccl"
+OURS = ("tcp", "shm", "mpi", NCCL)
 GLOO = "gloo"
 MODULE = "minidist.bench.collectives"
 ITEM = 4  # bytes of a float32
@@ -149,13 +154,24 @@ VERBS = {
 
 def contenders_here(verb: Verb) -> list[str]:
     """Return every contender that this machine can run: ours, gloo if PyTorch is installed, MPI if
-    mpirun is."""
+    mpirun is, NCCL if CuPy finds a GPU."""
     names = ["tcp", "shm", *FLOORS]
+    if has_gpu():
+        names.append(NCCL)
     if shutil.which("mpirun"):
         names += ["mpi", verb.mpi]
     if importlib.util.find_spec("torch"):
         names.append(GLOO)
     return names
+
+
+def has_gpu() -> bool:
+    """Return whether CuPy is installed and finds a GPU."""
+    try:
+        module_for("cuda")
+    except DeviceError:
+        return False
+    return True
 
 
 def base(contender: str) -> str:
@@ -236,7 +252,25 @@ def our_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
 
     world = md.init(transport=base(contender))
     call = our_call(world, verb, contender.partition(":")[2] or "auto")
-    return world.rank, timed(verb, call, world.barrier, world.rank, world.size)
+    if base(contender) != NCCL:
+        return world.rank, timed(verb, call, world.barrier, world.rank, world.size)
+    return world.rank, timed_on_gpus(verb, call, world)
+
+
+def timed_on_gpus(verb: Verb, call: Run, world: Group) -> Measure:
+    """Return `timed` of arrays on GPUs: a call, and what stands before the barrier, ends when the
+    GPU has finished."""
+    cuda = module_for("cuda").cuda
+
+    def run(send: Any, recv: Any) -> None:
+        call(send, recv)
+        cuda.get_current_stream().synchronize()
+
+    def barrier() -> None:
+        cuda.get_current_stream().synchronize()
+        world.barrier()
+
+    return timed(verb, run, barrier, world.rank, world.size, device="cuda")
 
 
 def our_call(world: Group, verb: Verb, algorithm: str) -> Run:
@@ -316,22 +350,31 @@ def gloo_rank(verb: Verb, folder: str, rank: int, size: int) -> tuple[int, Measu
 
 
 def timed(
-    verb: Verb, run: Run, barrier: Callable[[], Any], rank: int, size: int, check: bool = True
+    verb: Verb,
+    run: Run,
+    barrier: Callable[[], Any],
+    rank: int,
+    size: int,
+    *,
+    check: bool = True,
+    device: str = "cpu",
 ) -> Measure:
     """Return a function that checks the call once, then returns its seconds in each repetition on
-    this rank."""
+    this rank; its arrays lie on `device`."""
 
     def measure(nbytes: int, repeats: int) -> list[float]:
         block = verb.block(nbytes, size)
-        brings = np.repeat(np.array(verb.brings(rank, size), np.float32), block)
+        filled = np.repeat(np.array(verb.brings(rank, size), np.float32), block)
         wanted = np.repeat(np.array(verb.gets(rank, size), np.float32), block)
+        brings = to_device(filled, device)
         send = brings.copy()
-        recv = send if verb.in_place else np.zeros_like(wanted)
+        recv = send if verb.in_place else to_device(np.zeros_like(wanted), device)
         run(send, recv)
-        if check and not np.array_equal(recv, wanted):
-            wrong = int(np.flatnonzero(recv != wanted)[0])
+        got = to_host(recv)
+        if check and not np.array_equal(got, wanted):
+            wrong = int(np.flatnonzero(got != wanted)[0])
             raise ArithmeticError(
-                f"{verb.title} of {nbytes} B over {size} ranks: rank {rank} has {recv[wrong]:g} at "
+                f"{verb.title} of {nbytes} B over {size} ranks: rank {rank} has {got[wrong]:g} at "
                 f"{wrong}, and should have {wanted[wrong]:g}"
             )
         seconds = []

@@ -204,6 +204,8 @@ def _missing(verb: collectives.Verb, contenders: list[str], only: str | None) ->
 
 
 def _install(contender: str) -> str:
+    if contender == collectives.NCCL:
+        return "it needs a GPU, and pip install 'minidist[cuda13]'"
     return tables.INSTALL_GLOO if contender == collectives.GLOO else "pip install mpich mpi4py"
 
 

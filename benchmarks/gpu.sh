@@ -44,10 +44,10 @@ section() {
 
 basic="cupy numpy ml_dtypes msgpack psutil rich threadpoolctl"
 tested="$basic pytest pytest_timeout xdist hypothesis"
-marked="gpu" small='' drawn='' sampled="gpu and not soak" captured='' shapes='' alone='' calls='' filled='' model="--layers 2 --width 64 --heads 4 --context 32 --batch 8 --steps 5"
+marked="gpu" small='' drawn='' sampled="gpu and not soak" captured='' shapes='' alone='' calls='' filled='' bytes=1KiB:64MiB raced=nccl,shm model="--layers 2 --width 64 --heads 4 --context 32 --batch 8 --steps 5"
 if $rehearsal; then         # the CPU build of the kernels takes seconds for what a GPU does in microseconds
     marked="gpu and not soak" captured="--collect-only -q" shapes="-k 'shape0 or shape1'"
-    small="--layers 1 --width 32 --heads 2 --context 16 --batch 1 --vocab 64 --rounds 1 --steps 1" drawn="--rounds 1"
+    small="--layers 1 --width 32 --heads 2 --context 16 --batch 1 --vocab 64 --rounds 1 --steps 1" drawn="--rounds 1" bytes=1KiB raced=shm
     model="--layers 1 --width 16 --heads 2 --context 8 --batch 4 --vocab 128 --steps 2"
     alone="--collect-only -q" filled="-k rubbish" calls=every_algorithm        # between processes the stand-in has no NCCL
 fi
@@ -95,6 +95,7 @@ section nccl 540 90 "$tested cupy.cuda.nccl" "NCCL: one rank; ranks that share a
 $(tests one) {root}/tests/comm/transports/gpu -k of_one_rank_on
 $launch -n 2 {root}/tests/support/gpu_calls.py nccl $calls
 $launch -n 3 {root}/tests/support/gpu_calls.py nccl $calls
+$bench all-reduce -n 2 --only $raced $drawn --sizes $bytes --json {here}/all-reduce.json
 if python3 {root}/benchmarks/gpu_table.py nccl; then NCCL_MULTI_RANK_GPU_ENABLE=1 $launch -n 2 {root}/tests/support/gpu_calls.py nccl; fi
 END
 section mpi 300 60 "$tested mpi4py tool:mpirun" "ranks that mpirun starts: training, and pytest -m gpu of transport nccl" <<END

@@ -13,6 +13,7 @@ COLOURS = {
     "tcp": "#3b6fb6",
     "shm": "#5b9a68",
     "mpi": "#8172b3",
+    "nccl": "#4c8c8c",
     "gloo": "#e08e3c",
     "MPI": "#c44e52",
     "copies": "#9aa5b1",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from minidist.autograd import ops
@@ -271,3 +272,63 @@ def forward_and_backward(way: str, tokens: int) -> tuple[float, int]:
         return min(seconds), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+# ------------------------------------------------------------------- FlashAttention-3's ideas, 11.5
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+MOST = float(ml_dtypes.finfo(E4M3).max)
+
+
+def outliers(tokens: int) -> list[np.ndarray]:
+    """Return q, k, v (tokens, HEAD), normal, in which one number of a thousand is about ten times
+    as large."""
+    rng = np.random.default_rng(22)
+    return [
+        rng.normal(size=(tokens, HEAD))
+        + 10 * rng.normal(size=(tokens, HEAD)) * (rng.random((tokens, HEAD)) < 1e-3)
+        for _ in range(3)
+    ]
+
+
+def through_a_byte(x: np.ndarray, side: int) -> np.ndarray:
+    """Return x rounded to e4m3; each block of `side` rows has a scale of its own."""
+    blocks = x.reshape(-1, side * x.shape[1])
+    scale = MOST / np.abs(blocks).max(axis=1, keepdims=True)
+    return ((blocks * scale).astype(E4M3).astype(np.float64) / scale).reshape(x.shape)
+
+
+def rotated(*arrays: np.ndarray) -> list[np.ndarray]:
+    """Return arrays (tokens, HEAD) times one random rotation: a Hadamard matrix with random signs.
+
+    q kᵀ stays as it is, and an outlier is spread over its row.
+    """
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < HEAD:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    signs = np.random.default_rng(23).choice([-1.0, 1.0], HEAD)
+    return [(x * signs) @ hadamard / HEAD**0.5 for x in arrays]
+
+
+def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Return attention of one head in float64, without a mask."""
+    scores = q @ k.T / HEAD**0.5
+    p = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return p @ v / p.sum(axis=1, keepdims=True)
+
+
+def byte_errors(tokens: int) -> dict[str, float]:
+    """Return {how q, k and v are rounded to a byte: root mean square error of attention}."""
+    q, k, v = outliers(tokens)
+    right = softmax_attention(q, k, v)
+    turned_q, turned_k = rotated(q, k)
+    ways = {
+        "one scale each": (q, k, tokens),
+        "a scale for 64 rows": (q, k, SIDE),
+        "and q and k rotated": (turned_q, turned_k, SIDE),
+    }
+    errors = {}
+    for name, (one, other, side) in ways.items():
+        found = softmax_attention(*(through_a_byte(x, side) for x in (one, other, v)))
+        errors[name] = float(np.sqrt(np.mean((found - right) ** 2)))
+    return errors

@@ -67,6 +67,7 @@ def tour(group: Group, page: Page) -> None:
         if compiler:
             ladder(page)
         patterns(page)
+        in_a_byte(page)
 
 
 # ----------------------------------------------------------------------------------------- 1 online
@@ -360,6 +361,20 @@ def patterns(page: Page) -> None:
         f"attention is {measured[dense, lab.LONGER][0] / measured[sparse, lab.LONGER][0]:.1f} "
         "times that of the pattern, and its bytes are "
         f"{measured[dense, lab.LONGER][1] / measured[sparse, lab.LONGER][1]:.1f} times as many."
+    )
+
+
+# ------------------------------------------------------------------- 11.5 FlashAttention-3's fp8
+
+
+def in_a_byte(page: Page) -> None:
+    """Show the error of attention whose q, k and v are rounded to a byte in three ways."""
+    page.heading("11.5  FlashAttention-3: q, k and v in a byte")
+    page.table(
+        f"One head of {lab.HEAD} columns, {lab.SHORT:,} tokens, one number of a thousand ten times "
+        "as large",
+        ["e4m3", "root mean square error"],
+        [[name, f"{error:.4f}"] for name, error in lab.byte_errors(lab.SHORT).items()],
     )
 
 

@@ -5,11 +5,14 @@ python lessons/25_observe/lesson.py                          # no launcher: two 
 python lessons/25_observe/lesson.py --break who-waits        # see README.md, section 8
 """
 
+from dataclasses import replace
+from math import fsum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import minidist as md
 from minidist.comm.group import Group
 from minidist.files import scratch
 from minidist.grading import load_module
@@ -24,6 +27,8 @@ from minidist.observe.diagnose.plain import (
     plain_waited_for,
 )
 from minidist.observe.power_cap import best_frequency, frequency_under, step_joules, step_seconds
+from minidist.parallel.hybrid.plan import Plan
+from minidist.simulate.models import model
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "25")
 # Watts of an invented processor.
@@ -32,6 +37,13 @@ DYNAMIC = 100.0
 # Seconds of its step.
 COMPUTE = 0.8
 REST = 0.2
+AT_REST = 0.2
+"""Part of a GPU's watts that it takes while it waits: assumed, no source states it for an H100."""
+CAP = 0.6
+"""Part of its watts that a cap allows."""
+ARROW_BATCH = 16
+AT_THE_END = 1 << 40
+"""Bytes of a bucket that no gradient fills: all are sent after backward."""
 
 
 def tour(group: Group, page: Page) -> None:
@@ -49,6 +61,7 @@ def tour(group: Group, page: Page) -> None:
         first_bad(page)
         page.heading("6  Energy, and a power cap")
         caps(page)
+        arrows(page)
         page.heading("7  Three processes that really run")
         real(page)
     group.barrier()
@@ -193,6 +206,56 @@ def caps(page: Page) -> None:
         f"A rank that computes 1.5 times as long lets each other rank wait {late:.1f} s a step, "
         f"at {STATIC:g} W: {STATIC * late:.0f} J a step and rank for nothing."
     )
+
+
+def arrows(page: Page) -> None:
+    """Show what each arrow of the notes (N2:466) saves alone, on eight simulated H100."""
+    replicas = Plan(dp=8, precision="bf16", bucket_bytes=AT_THE_END)
+    stages = Plan(dp=4, pp=2, precision="bf16", microbatches=4)
+    wide = simulated(Plan(dp=8, bucket_bytes=AT_THE_END))
+    plain = simulated(replicas)
+    fewest = simulated(replace(stages, schedule="1f1b"))
+    filled = simulated(replace(stages, schedule="zb-h1"))
+    hidden = simulated(replace(replicas, bucket_bytes=25 << 20))
+    frequency = frequency_under(CAP, static=AT_REST, dynamic=1 - AT_REST)
+    rows = [
+        ["MP: precision", "dp=8", "fp32 → bf16", *saved(wide, plain)],
+        ["DV: a cap", "dp=8", f"cap of {CAP:.0%}", *saved(plain, plain, frequency)],
+        ["AS: schedule", "dp=4,pp=2", "1f1b → zb-h1", *saved(fewest, filled)],
+        ["CC: overlap", "dp=8", "at the end → in buckets", *saved(plain, hidden)],
+    ]
+    page.table(
+        f"The notes' four arrows, each alone: four blocks of GPT-2, {ARROW_BATCH} sequences, "
+        "h100:1x8",
+        ["arrow", "plan", "change", "a step, ms", "computes, ms", "joules", "saved"],
+        rows,
+        note=f"simulated, not measured; assumed: a GPU that waits takes {AT_REST:.0%} of its watts",
+    )
+
+
+def simulated(plan: Plan) -> tuple[float, float, float]:
+    """Return the seconds of a step, those that a device computes, and the watts of all devices."""
+    found = md.simulate(plan, model("gpt2", layers=4), "h100:1x8", batch=ARROW_BATCH)
+    watts = (found.cluster.device.watts or 0.0) * plan.size
+    return found.step_seconds, fsum(found.parts["busy"].values()), watts
+
+
+def saved(
+    before: tuple[float, float, float], after: tuple[float, float, float], frequency: float = 1.0
+) -> list[str]:
+    """Return the cells of a step before and after a change: seconds, work, joules, what is
+    saved."""
+    cells = []
+    joules = []
+    for (seconds, work, watts), at in ((before, 1.0), (after, frequency)):
+        given = {"work": work, "rest": seconds - work}
+        power = {"static": AT_REST * watts, "dynamic": (1 - AT_REST) * watts}
+        joules.append(step_joules(at, **given, **power))
+        cells.append((1e3 * step_seconds(at, **given), 1e3 * work / at, joules[-1]))
+    return [
+        *(f"{one:.2f} → {other:.2f}" for one, other in zip(*cells, strict=True)),
+        f"{1 - joules[1] / joules[0]:.0%}",
+    ]
 
 
 def metered(frequency: float, ticks: int = 10_000) -> tuple[float, float]:

@@ -28,14 +28,17 @@ from minidist.console import (
     write_json,
     written,
 )
+from minidist.errors import ConfigError
 from minidist.files import check_writable
 from minidist.nn import GPTConfig
 from minidist.observe.timeline import write_perfetto
 from minidist.parallel.hybrid.plan import PRECISIONS, Plan
 from minidist.progress import progress
+from minidist.simulate.byte_products import multiplying_bytes
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.failure import describe, require_rank, stalls
 from minidist.simulate.models import MODELS, model
+from minidist.simulate.one_rank import run_rank
 from minidist.simulate.rates import CostProfile, Rates
 from minidist.simulate.simulate import simulate
 from minidist.terminal import Console
@@ -94,6 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequences a step, of the whole job",
     )
     add("--precision", choices=PRECISIONS, default="bf16", help="as of train (default: bf16)")
+    add(
+        "--multiply-bytes",
+        action="store_true",
+        help="with --precision fp8: what if the GPU multiplied the bytes? Training widens them to "
+        "bf16 before each product",
+    )
     add(
         "--optimizer",
         choices=("adamw", "adam", "sgd", "rmsprop"),
@@ -168,6 +177,8 @@ def run(args: argparse.Namespace) -> int:
     }
     for rank in fails:
         require_rank(int(rank), plan.size)
+    if args.multiply_bytes and (plan.precision != "fp8" or cluster.device.kind == "cpu"):
+        raise ConfigError("--multiply-bytes asks about fp8 on a GPU; add --precision fp8")
     with progress(f"simulating {plural(plan.size, 'rank')}"):
         found = simulate(
             plan,
@@ -179,16 +190,20 @@ def run(args: argparse.Namespace) -> int:
             folded=not args.unfolded,
             optimizer=args.optimizer,
             rates=Rates.of(cluster.device, profile) if profile else None,
+            traces=multiplying_bytes if args.multiply_bytes else run_rank,
         )
     # before the report: a moment behind the step's end is refused, and nothing is printed
     failures = [
         describe(found, stalls(found, int(rank), seconds)) for rank, seconds in fails.items()
     ]
-    print_simulation(Console(highlight=False), found, args.tokens)
+    print_simulation(
+        Console(highlight=False), found, args.tokens, multiplies_bytes=args.multiply_bytes
+    )
     for failure in failures:
         Console(highlight=False).print(failure, markup=False)
     if args.json:
-        write_json(args.json, found.as_json(args.tokens))
+        asked = {"multiply_bytes": True} if args.multiply_bytes else {}
+        write_json(args.json, found.as_json(args.tokens) | asked)
     if args.trace:
         from minidist.simulate.draw import shown_ranks
         from minidist.simulate.timelines import timelines

@@ -15,12 +15,22 @@ WIDENED = (
     "fp8: training widens the bytes before each product, so that a step takes longer than with "
     "bf16; what it saves is memory"
 )
+MULTIPLIED = (
+    "what if: products of fp8 multiply the bytes. No training here does; without --multiply-bytes "
+    "the step is that of training"
+)
 
 
-def print_simulation(console: Console, found: Simulation, tokens: float | None = None) -> None:
+def print_simulation(
+    console: Console,
+    found: Simulation,
+    tokens: float | None = None,
+    *,
+    multiplies_bytes: bool = False,
+) -> None:
     """Print time and its parts, what moves along each axis, the fullest rank's memory, energy and
     price."""
-    _print_summary(console, found)
+    _print_summary(console, found, multiplies_bytes=multiplies_bytes)
     _rule(console, "where the time of a step goes, mean of all ranks")
     console.print(_time_table(found))
     if found.axes:
@@ -60,7 +70,7 @@ def _rule(console: Console, title: str) -> None:
     console.rule(title, style="dim", align="left")
 
 
-def _print_summary(console: Console, found: Simulation) -> None:
+def _print_summary(console: Console, found: Simulation, *, multiplies_bytes: bool) -> None:
     plan = found.plan
     size = len(found.role_of)
     told = [words(plan.axes), plan.precision] + [f"ZeRO-{plan.zero}"] * (plan.zero > 0)
@@ -74,7 +84,7 @@ def _print_summary(console: Console, found: Simulation) -> None:
         f"{found.mfu:.1%}, HFU {found.hfu:.1%} (what really runs)",
     )
     if plan.precision == "fp8":
-        _say(console, WIDENED)
+        _say(console, MULTIPLIED if multiplies_bytes else WIDENED)
     clocks = len(found.replayed.ranks)
     _say(console, f"{plural(len(found.traces), 'role')} run, {plural(clocks, 'clock')} replayed\n")
 

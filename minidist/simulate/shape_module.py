@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from minidist.device.backend import FLOATS
@@ -259,8 +260,10 @@ class Shapes:
             raise ValueError(f"matmul: {a.shape} @ {b.shape}")
         lead = strides.broadcast([left[:-2], right[:-2]])
         shape = (*lead, *left[-2:-1][a.ndim == 1 :], *right[-1:][b.ndim == 1 :])
-        kind = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
-        result = ShapeArray(shape, kind, self) if out is None else out
+        bytes_only = a.dtype.itemsize == b.dtype.itemsize == 1
+        kind = a.dtype if bytes_only or a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
+        made = np.dtype(ml_dtypes.bfloat16) if bytes_only else kind
+        result = ShapeArray(shape, made, self) if out is None else out
         count = math.prod(lead)
         (m, k) = left[-2:]
         n = right[-1]

@@ -4,12 +4,15 @@ is nccl-tests'."""
 import json
 from types import SimpleNamespace
 
+import fake_cupy
 import pytest
 from helpers import run
 
 from minidist.bench import collectives
 from minidist.bench.collectives import VERBS, in_a_row, our_call, timed
 from minidist.cli import main
+from minidist.comm.transports.gpu import nccl
+from minidist.comm.transports.gpu.staging import Gpu
 from minidist.errors import LaunchError
 
 
@@ -76,6 +79,39 @@ def test_what_is_timed_gives_what_it_must(verb, size):
     """60 B do not always divide by the ranks: what is left over is left off."""
     times = run(measured, verb, by_our_call(verb), size=size)
     assert [len(seconds) for seconds in times] == [2] * size
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=lambda verb: verb.title)
+def test_nccl_is_timed_on_arrays_of_the_gpu(verb, monkeypatch):
+    """On the stand-in for CuPy."""
+    modules = fake_cupy.modules()
+    fake_cupy.stand_in(monkeypatch, modules)
+    kinds = set()
+
+    def on_gpus(world):
+        gpu = Gpu(world.transport, modules["cupy"], world.rank)
+        gpu.device.use()
+        world.transport.device = nccl.GpuDevice(
+            gpu, [f"gpu {rank}" for rank in range(world.size)], ipc=False
+        )
+        call = our_call(world, verb, "auto")
+
+        def seen(send, recv):
+            kinds.update({type(send), type(recv)})
+            call(send, recv)
+
+        return collectives.timed_on_gpus(verb, seen, world)(nbytes=64, repeats=2)
+
+    times = run(on_gpus, size=2)
+    assert [len(seconds) for seconds in times] == [2, 2]
+    assert kinds == {modules["cupy"].ndarray}
+    assert "nccl" in collectives.contenders_here(verb)
+
+
+def test_without_a_gpu_nccl_is_no_contender(capsys):
+    assert "nccl" not in collectives.contenders_here(VERBS["all-reduce"])
+    assert main(["bench", "all-reduce", "--only", "nccl"]) == 2
+    assert "nccl is not installed here; it needs a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

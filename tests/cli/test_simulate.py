@@ -148,6 +148,24 @@ def test_it_is_told_why_bytes_gain_no_time(capsys: pytest.CaptureFixture[str]) -
     assert words not in said(capsys, *JOB)
 
 
+def test_what_bytes_would_gain_is_told_as_a_question(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Products of bytes are sooner there, rounding stays, and the next simulation widens again."""
+    results = []
+    for asked in ((), ("--multiply-bytes",), ()):
+        file = tmp_path / "step.json"
+        out = said(capsys, *JOB, "--precision", "fp8", "--json", str(file), *asked)
+        assert ("what if: products of fp8 multiply the bytes." in out) == bool(asked)
+        results.append(json.loads(file.read_text()))
+    widened, multiplied, again = results
+    assert multiplied.pop("multiply_bytes") is True
+    assert widened == again
+    assert multiplied["step_seconds"] < widened["step_seconds"]
+    assert main([*JOB, "--multiply-bytes"]) == 2
+    assert "--multiply-bytes asks about fp8 on a GPU" in capsys.readouterr().err
+
+
 def test_a_model_without_a_name_is_gpt2(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "simulate", "--cluster", "h100:1x1", "--batch", "1", "--layers", "1")
     assert f"{SIZES['sequence']:,}" == "1,024" and "1 rank: dp=1, bf16" in out

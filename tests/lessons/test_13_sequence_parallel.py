@@ -12,6 +12,7 @@ from filling import assert_named, graded, right
 
 import minidist as md
 from minidist import lessons
+from minidist.errors import MemoryLimitError
 from minidist.grading import load_module
 
 RIGHT = right("13")
@@ -131,3 +132,28 @@ def test_the_bytes_of_the_window_table_are_the_formulas(lab: Any) -> None:
         group = SimpleNamespace(size=4)
         target = 8 * lab.formula(group, config, "ring" if pattern is None else "pieces", 0)
         assert (sent, formula) == (f"{target:,}", f"{target:,}")
+
+
+MILLION = load_module(lessons.find("13").folder / "million.py", "13")
+
+
+def test_the_longest_sequence_follows_from_two_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line through two peaks gives a third, to the byte, and the limit that refuses it."""
+    monkeypatch.setattr(MILLION, "TRANSPORT", "threads")
+    monkeypatch.setattr(MILLION, "SHORT", (MILLION.STRIDE, 2 * MILLION.STRIDE))
+    way = "cp=4, recompute, offload"
+    base, slope = MILLION.line(way)
+    peak = base + slope * 3 * MILLION.STRIDE
+    found = MILLION.fullest(3 * MILLION.STRIDE, way, int(peak))
+    assert found["peak"] == peak
+    assert found["host"] == 8 * 16 * 4 * 3 * MILLION.STRIDE // 4  # inputs of the blocks
+    with pytest.raises(MemoryLimitError):
+        MILLION.fullest(3 * MILLION.STRIDE, way, int(peak) - 1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_million_tokens_need_what_the_line_says() -> None:
+    way = "cp=4, recompute, offload"
+    base, slope = MILLION.line(way)
+    assert MILLION.fullest(MILLION.MILLION, way)["peak"] == base + slope * MILLION.MILLION

@@ -4,16 +4,20 @@ states is counted."""
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from filling import assert_named, graded, right
 from kernel_checks import needs_compiler
 
 from minidist import launch, lessons
+from minidist.data import digits
 from minidist.grading import load_module
 from minidist.kernels import on_cpu
 from minidist.lessons.page import Page
 
 FOLDER = lessons.FOLDER / "22_attention_kernels"
+LAB = load_module(FOLDER / "experiments.py", "22")
+SPARSE = load_module(FOLDER / "sparse.py", "22")
 RIGHT = right("22")
 WRONG = {
     "what was summed grows instead": {1: '"__expf(now - top)"'},
@@ -76,7 +80,7 @@ SOAK = {
 
 @pytest.fixture(scope="module")
 def lab():
-    return load_module(FOLDER / "experiments.py", "22")
+    return LAB
 
 
 @needs_compiler
@@ -240,3 +244,35 @@ def test_a_pattern_takes_less_of_everything_and_is_attention(lab):
     assert nbytes[lab.PATTERN, lab.TEN] < 1.15 * nbytes["every score kept", lab.SHORT]
     assert nbytes[lab.PATTERN, lab.SHORT] < nbytes["tiled, dense", lab.SHORT]
     assert nbytes["tiled, dense", lab.SHORT] < nbytes["every score kept", lab.SHORT] / 5
+
+
+def test_a_rotation_leaves_the_scores_and_spreads_an_outlier() -> None:
+    q, k, _ = LAB.outliers(128)
+    turned_q, turned_k = LAB.rotated(q, k)
+    np.testing.assert_allclose(turned_q @ turned_k.T, q @ k.T, atol=1e-10)
+    assert np.abs(turned_q).max() < 0.5 * np.abs(q).max()
+    errors = [*LAB.byte_errors(1024).values()]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_each_way_of_sparse_attention_is_that_of_the_mask() -> None:
+    """scipy's and minidist's, also where the first block and the window do not touch."""
+    q, k, v = (array[0, 0].astype(np.float64) for array in LAB.drawn(640))
+    scores = np.where(SPARSE.seen_of(640, LAB.PATTERN), q @ k.T / 8, -np.inf)
+    p = np.exp(scores - scores.max(axis=1, keepdims=True))
+    right = p @ v / p.sum(axis=1, keepdims=True)
+    ways = SPARSE.contenders(*(array.astype(np.float32) for array in (q, k, v)))
+    for name in ("minidist, pattern", "scipy.sparse, pattern"):
+        np.testing.assert_allclose(ways[name](), right, atol=1e-5)
+
+
+def test_a_picture_has_its_digits_in_their_places() -> None:
+    data = digits.load().train
+    (picture,) = SPARSE.pictures(data, "step 0", 1)
+    chosen = np.random.default_rng([ord(letter) for letter in "step 0"]).integers(
+        0, len(data), (1, SPARSE.ROWS, SPARSE.COLUMNS)
+    )
+    rows = picture.reshape(16, 32)
+    np.testing.assert_array_equal(rows[8:, 16:24], data.pixels[chosen[0, 1, 2]])
+    inputs, targets = SPARSE.batch_of(data, "step 0", 1)
+    np.testing.assert_array_equal(inputs[0, 1:], targets[0, :-1])

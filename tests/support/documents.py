@@ -143,7 +143,7 @@ SHORTER = {
     "--sizes 1KiB:64MiB -n 2,4": "--sizes 1KiB:2KiB -n 2",
     "--zero 0,1,2,3 -n 2,4": "--zero 0,3 -n 2",
     "--layers 32": "--layers 4",
-    "--device-memory 16MiB": "--device-memory 3MiB",
+    "--offload all --device-memory 16MiB": "--offload all --device-memory 3MiB",
     "--layers 4 --width 128 --heads 4 --batch 8 --run 3": "--layers 1 --width 32 --heads 4 "
     "--sequence 32 --vocab 256 --batch 4 --run 1",
     "h100:16x8 --model llama3-70b --batch 256": "h100:1x4 --model gpt2 --batch 8",

@@ -304,9 +304,12 @@ class Hybrid(PassLoop):
         the data axis (ZeRO), tp and pp."""
         away = self.plan.offload != "none"  # then it is read from the host, without the device
         with account.use(self.store.host if away else account.current()):
+            own = self.data.state_dict()
+        # the copies are on the host: a whole model may not fit the device
+        with account.use(self.store.host):
             if self.pipeline is not None:
-                return self.pipeline.state_dict()
-            return assemble(self.model, self.data.state_dict(), self.mesh["tp"])
+                return self.pipeline.joined(own)
+            return assemble(self.model, own, self.mesh["tp"])
 
     def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
         return self.data.frozen(changes=changes)

@@ -341,7 +341,10 @@ class StageModel(ModelAxis, PassLoop):
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return copies of all weights (masters, in mixed precision), whole, on every rank. Cost:
         one all-gather."""
-        mine = self.data.state_dict()
+        return self.joined(self.data.state_dict())
+
+    def joined(self, mine: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the weights of all stages, given copies of this rank's. Cost: one all-gather."""
         if self.tp is not None:
             mine = assemble(self.model, mine, self.tp)
         with self.group.ledger.control():

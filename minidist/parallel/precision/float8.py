@@ -25,6 +25,7 @@ Source:  Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; delayed scal
 import math
 from collections import deque
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import partial
 
 import ml_dtypes
@@ -44,6 +45,9 @@ FORMATS = {
     "w": np.dtype(ml_dtypes.float8_e4m3fn),
     "dy": np.dtype(ml_dtypes.float8_e5m2),
 }
+MULTIPLIES_BYTES = ContextVar("multiplies_bytes", default=False)
+"""Whether the GPU of a simulated rank multiplies the bytes (simulate/byte_products.py); no training
+does."""
 LARGEST = {kind: float(ml_dtypes.finfo(kind).max) for kind in FORMATS.values()}
 _VALUES = {
     kind: np.arange(256, dtype=np.uint8).view(kind).astype(np.float32) for kind in FORMATS.values()
@@ -118,6 +122,8 @@ class Scales:
             return to_float32(stored, scale) if stored.dtype == FORMATS[name] else widen(stored)
         if stored.dtype != np.uint8:
             return stored
+        if MULTIPLIES_BYTES.get():
+            return stored.view(FORMATS[name])
         factor = array_module(stored).full(1, scale, np.float32)
         return launcher("from_float8")(stored, FORMATS[name].name, factor, kind="bfloat16")
 

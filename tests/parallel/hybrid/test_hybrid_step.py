@@ -12,6 +12,7 @@ from training import global_batch, tiny
 
 import minidist as md
 from minidist.errors import MismatchError
+from minidist.nn import GPT
 from minidist.nn.weight_shard import WeightShard
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
@@ -224,3 +225,18 @@ def test_memory() -> None:
             rank["memory"][category]["now"] / alone["memory"][category]["now"] for rank in ranks
         ]
         assert all(0.9 * share < each < 1.12 * share for each in held), (category, held)
+
+
+@pytest.mark.parametrize("plan", [{"pp": 4}, {"pp": 2, "tp": 2}], ids=str)
+def test_weights_that_no_device_can_hold_are_gathered_on_the_host(plan: dict[str, Any]) -> None:
+    config = tiny(layers=4, width=32, heads=4, vocabulary=8)
+    whole = 8 * sum(parameter.size for parameter in GPT(config).parameters())
+
+    def job(world: Any) -> tuple[int, int]:
+        trainer = Trainer(Plan(**plan, device_memory=whole - 1), config, world)
+        gathered = sum(weights.nbytes for weights in trainer.state_dict().values())
+        return gathered, trainer.store.host.peak["total"]
+
+    for gathered, on_the_host in md.run(job, size=4):
+        assert gathered == whole
+        assert on_the_host >= whole / 4
