@@ -76,7 +76,11 @@ def _step(values: Values) -> str:
         there = {row["name"]: row for row in rows if row["ranks"] == ranks}
         if OURS in there and PEER in there:
             ratio = there[PEER]["step_seconds"] / there[OURS]["step_seconds"]
-            parts.append(f"{ranks} rank{'s' * (ranks > 1)}: {ratio:.2f} times PyTorch's speed")
+            said = f"{ranks} rank{'s' * (ranks > 1)}: {ratio:.2f} times PyTorch's speed"
+            if "processor_seconds" in there[OURS]:
+                ratio = there[PEER]["processor_seconds"] / there[OURS]["processor_seconds"]
+                said += f" ({ratio:.2f} in processor time)"
+            parts.append(said)
     return "; ".join(parts)
 
 

@@ -84,6 +84,9 @@ def test_a_headline_is_computed_from_the_figures() -> None:
     ]
     told = headline({"what": "step", "rows": alone, "zero": None, "plans": []})
     assert told == "2 ranks: 1.50 times PyTorch's speed"
+    used = [row | {"processor_seconds": 1.5 * row["ranks"]} for row in alone]
+    told = headline({"what": "step", "rows": used, "zero": None, "plans": []})
+    assert told == "2 ranks: 1.50 times PyTorch's speed (1.00 in processor time)"
 
 
 def test_a_planted_result_comes_first_on_a_page_of_its_own(tmp_path) -> None:

@@ -225,7 +225,7 @@ def test_a_peer_that_does_not_start_leaves_the_others(monkeypatch):
         return job
 
     job = Answering()
-    turn = Answers([1.0], 0)
+    turn = Answers([1.0], [1.0], 0)
     job.name = "minidist"
     job.size = 2
     monkeypatch.setattr(plan_bench.importlib.util, "find_spec", lambda name: True)
