@@ -76,21 +76,27 @@ class Module(ABC):
         assignment."""
         return ((name, part) for name, part in self._parts() if not isinstance(part, Parameter))
 
-    def named_modules(
-        self, prefix: str = "", seen: set[int] | None = None
-    ) -> Iterator[tuple[str, "Module"]]:
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
         """Yield (dotted path, module) of this module (its path is the prefix) and of all below,
         each once."""
-        seen = set() if seen is None else seen
+        return ((path, module) for path, module, _ in self._walk(prefix))
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, "Module", list[tuple[str, Any]]]]:
+        """Yield (dotted path, module, its direct parts) of this module and of all below, each
+        once."""
+        seen: set[int] = set()
         ahead: list[tuple[str, Module]] = [(prefix, self)]  # the next one last
         while ahead:
             path, module = ahead.pop()
             if id(module) not in seen:
                 seen.add(id(module))
-                yield path, module
-                ahead.extend(
-                    reversed([(_join(path, name), child) for name, child in module.children()])
-                )
+                parts = module._parts()
+                yield path, module, parts
+                ahead += [
+                    (_join(path, name), part)
+                    for name, part in reversed(parts)
+                    if not isinstance(part, Parameter)
+                ]
 
     def modules(self) -> Iterator["Module"]:
         """Return this module and all below, each once."""
@@ -100,8 +106,8 @@ class Module(ABC):
         """Yield (dotted path, parameter), each parameter once, under its first path: tied weights
         appear once."""
         seen: set[int] = set()
-        for path, module in self.named_modules(prefix):
-            for name, part in module._parts():
+        for path, _, parts in self._walk(prefix):
+            for name, part in parts:
                 if isinstance(part, Parameter) and id(part) not in seen:
                     seen.add(id(part))
                     yield _join(path, name), part
