@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from minidist.comm.call_site import raised_at
 from minidist.errors import CommError, ConfigError, LinkLostError, PeerLostError
-from minidist.reading import visible
 
 LAUNCHER = -1
 """In place of a world rank: the launcher, if it got a signal to stop. It reports that itself."""
@@ -152,6 +151,9 @@ def say_line(line: str) -> None:
     Control characters are escaped: the line may contain names. Not print(): with PYTHONUNBUFFERED
     it makes two writes.
     """
+    # only here: msgspec, which it needs, takes 10 ms of the start of every command
+    from minidist.reading import visible
+
     if sys.stderr is not None:  # None where it was closed when Python started
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{visible(line, keep=chr(10))}\n")

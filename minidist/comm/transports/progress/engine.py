@@ -9,7 +9,8 @@ A pass moves the bytes that can be moved without blocking (stream.py). One threa
 So the receiving side of a link needs no lock, and waiting for one transfer drives every other one
 too: `start_send; start_recv; wait both` cannot deadlock. A leader with nothing to move yields its
 core `spins` times (a reply often arrives within microseconds), then sleeps in the kernel until a
-link is ready, another thread starts a transfer, or a thread calls abort().
+link is ready, another thread starts a transfer, or a thread calls abort(). Where there are fewer
+cores than ranks it yields once before its first look, too.
 """
 
 import math
