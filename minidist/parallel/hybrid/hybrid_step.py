@@ -326,9 +326,8 @@ class Hybrid(PassLoop):
         away = self.plan.offload != "none"  # then it is read from the host, without the device
         with account.use(self.store.host if away else account.current()):
             own = self.data_axis.state_dict()
-        with account.use(
-            self.store.host
-        ):  # the copies are there: a whole model may not fit a device
+        # the copies are on the host: a whole model may not fit a device
+        with account.use(self.store.host):
             if self.pipeline is not None:
                 return self.pipeline.joined(own)
             return assemble(self.model, own, self.mesh["tp"])
