@@ -147,6 +147,30 @@ def by_torch(q: np.ndarray, k: np.ndarray, v: np.ndarray, pattern: str | None) -
     return lambda: attention(*tensors, attn_mask=mask)[0, 0].numpy()
 
 
+def by_flex(q: np.ndarray, k: np.ndarray, v: np.ndarray, pattern: str) -> Callable[[], Any]:
+    """Return PyTorch's flex_attention under the pattern, compiled: it skips blocks, as ours does."""
+    import torch  # noqa: PLC0415 - no dependency of minidist
+    from torch.nn.attention.flex_attention import (  # noqa: PLC0415
+        create_block_mask,
+        flex_attention,
+    )
+
+    blocks = torch.tensor(pattern_blocks(pattern, len(q)))
+
+    def seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & blocks[query // SIDE, key // SIDE]
+
+    mask = create_block_mask(seen, 1, 1, len(q), len(q), device="cpu", BLOCK_SIZE=SIDE)
+    compiled = torch.compile(flex_attention)
+    tensors = [torch.from_numpy(array[None, None]) for array in (q, k, v)]
+
+    def run() -> Any:
+        with torch.no_grad():
+            return compiled(*tensors, block_mask=mask)[0, 0].numpy()
+
+    return run
+
+
 def contenders(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, Callable[[], Any]]:
     """Return {name: its prepared call}; PyTorch's where it is installed."""
     found: dict[str, Callable[[], Any]] = {
@@ -158,6 +182,7 @@ def contenders(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, Callabl
     if find_spec("torch"):
         found["PyTorch, dense"] = by_torch(q, k, v, None)
         found["PyTorch, pattern as a mask"] = by_torch(q, k, v, lab.PATTERN)
+        found["PyTorch, flex_attention"] = by_flex(q, k, v, lab.PATTERN)
     return found
 
 
