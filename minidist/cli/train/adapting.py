@@ -1,0 +1,206 @@
+"""`minidist train --adapt`: between two steps the ranks ask the planner (plan/adapt.py) whether the
+rest of the run ends sooner under another plan, and change to it if that pays.
+
+    all ranks   after each WINDOW steps: gather the newest records of steps on rank 0
+    rank 0      if they differ from those that it asked about last: ask the planner, tell its answer
+    all ranks   if it pays: Trainer.change_plan, and the counts of traffic and memory begin anew
+
+The records are those of steps/N.jsonl (observe/rank_steps.py), kept in memory too.
+"""
+
+import argparse
+import time
+from collections import deque
+from typing import Any
+
+from minidist.cli.train.settings import Settings
+from minidist.cli.train.telemetry import EARLIER, Telemetry
+from minidist.comm.records import gather_records, hand_out_record, unhurried
+from minidist.console import fail, memory_bytes, plural, size_text
+from minidist.observe.rank_steps import RankSteps
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.plan.adapt import Advice, Adviser, in_words, look_at
+from minidist.plan.candidates import RECOMPUTED, SCHEDULES
+from minidist.simulate.here import rough_device
+
+WINDOW = 12  # steps whose records are judged together
+SETTLE = 2  # steps after the begin, and after a change, that are not judged
+MOST_ASKING = 0.05  # part of the run's time that rank 0 may spend on questions, the first excepted
+
+UNKNOWN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "elastic": ((None,), "its ranks and so its plan change when some are lost"),
+    "strategy": (("ddp",), "the planner knows only ranks that are all equal"),
+    "local_steps": ((None,), "each rank then has weights and state of its own"),
+    "compress": (("none",), "the planner does not know compressed gradients"),
+    "offload": (("none",), "what moves to the host or the disk is not measured"),
+    "keep_activations": (("whole",), "the planner keeps inputs of blocks whole"),
+    "activation_memory": ((None,), "it measures blocks under one plan"),
+    "keep_gathered": ((False,), "the planner does not know it"),
+    "stages_per_rank": ((None, 2), "the planner knows 2 stages of a rank"),
+    "checkpoint_blocks": (RECOMPUTED, "the planner recomputes all blocks or none"),
+    "schedule": (SCHEDULES, f"the planner knows {', '.join(SCHEDULES)}"),
+    "stage_layers": (("even", "measured"), "another plan has other stages"),
+    "node_limit": ((None,), "the planner does not know it"),
+    "expert_placement": ((None,), "the planner does not know it"),
+    "device": (("cpu",), "a GPU's kernels are not measured while it trains"),
+    "precision": (("fp32",), "the planner's seconds of a processor are those of fp32"),
+    "dtype": (("float32",), "the planner counts 4 bytes a number"),
+}
+"""{option: (values that --adapt works with, why it does not work with others)}."""
+
+
+def check_adapt(args: argparse.Namespace, plan: Plan) -> None:
+    """Raise ConfigError if --adapt does not work with another option, or with one rank."""
+    if not args.adapt:
+        return
+    for name, (known, why) in UNKNOWN.items():
+        value = getattr(args, name, None)
+        if value not in known:
+            fail(
+                f"--adapt with --{name.replace('_', '-')}"
+                f"{'' if value is True else f' {value}'}: {why}; leave out one of the two"
+            )
+    if plan.size == 1:
+        fail("--adapt: one rank has no other plan; start several, or leave it out")
+
+
+class Adapting:
+    """The changes of plan of one run. Every rank has one, and makes the same calls.
+
+    Attributes: changes: a record of each change, for metrics.json; complete on rank 0.
+    """
+
+    def __init__(self, trainer: Trainer, settings: Settings, report: Telemetry) -> None:
+        self.trainer = trainer
+        self.settings = settings
+        self.report = report
+        self.changes: list[dict[str, Any]] = []
+        self.questions = 0
+        self.resumed_from = trainer.steps_before
+        self._newest: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        report.records.recorder.keep(self._newest)
+        self._since = trainer.steps_done
+        self._asking = 0.0
+        self._begun = time.perf_counter()
+        self._first: float | None = None  # seconds of the first step under the plan
+        self._change_seconds = 0.0
+        world = trainer.world
+        self._adviser = (
+            Adviser(
+                settings.config,
+                settings.args.batch,
+                rough_device(memory_bytes() // world.size),
+                world.nodes,
+                optimizer=settings.args.optimizer,
+            )
+            if world.rank == 0
+            else None
+        )
+
+    def due(self, step: int) -> bool:
+        """Return whether the ranks look at their records after step `step`, from 1."""
+        done = step - self._since - SETTLE
+        return done > 0 and done % WINDOW == 0 and step < self.settings.args.steps
+
+    def step_done(self, step: int, seconds: float) -> None:
+        """Note the seconds of step `step`: of the first one under a plan."""
+        if step == self._since + 1:
+            self._first = seconds
+
+    def look(self) -> None:
+        """Look at the newest steps, and change the plan if it pays. Every rank calls it."""
+        world = self.trainer.world
+        rank = self.report.records.recorder.about
+        told = gather_records(world, [rank, list(self._newest)])
+        record: dict[str, Any] | None = None
+        with unhurried(world):
+            if told is not None:
+                record = self._ask(
+                    {
+                        about["rank"]: RankSteps(
+                            about["rank"],
+                            about["size"],
+                            about["host"],
+                            about["clock"],
+                            about["time"],
+                            about["alike"],
+                            steps,
+                        )
+                        for about, steps in told
+                    }
+                )
+            record = hand_out_record(world, record)
+        if record is not None:
+            self._change(record)
+        self.report.records.begin_anew()
+
+    def _ask(self, ranks: dict[int, RankSteps]) -> dict[str, Any] | None:
+        """Return the change that pays as a record; None if none does."""
+        adviser = self._adviser
+        assert adviser is not None
+        look = look_at(ranks)
+        if self.changes and "measured" not in self.changes[-1]:
+            self._measured(look.seconds)
+        elif not self.changes and self._first is not None:
+            adviser.first = max(0.0, self._first - look.seconds)
+        start = time.perf_counter()
+        if not adviser.is_news(look) or (
+            self.questions > 1 and self._asking > MOST_ASKING * (start - self._begun)
+        ):
+            return None
+        left = self.settings.args.steps - self.trainer.steps_done
+        advice = adviser.advise(self.trainer.plan, look, left=left)
+        if self.questions:
+            self._asking += time.perf_counter() - start
+        self.questions += 1
+        if advice is None or not advice.pays:
+            return None
+        return {
+            "step": self.trainer.steps_done,
+            "from": self.trainer.plan.as_dict(),
+            "to": advice.plan.as_dict(),
+            "line": in_a_line(self.trainer.steps_done, self.trainer.plan, advice),
+            "now": advice.now,
+            "then": advice.then,
+            "left": advice.left,
+            "gain": advice.gain,
+            "price": advice.price,
+            "nbytes": advice.nbytes,
+        }
+
+    def _measured(self, seconds: float) -> None:
+        """Add to the record of the last change what it cost, and what a step takes now."""
+        change = self.changes[-1]
+        assert self._first is not None
+        assert self._adviser is not None
+        cost = self._change_seconds + max(0.0, self._first - seconds)
+        change["measured"] = {"price": cost, "step_seconds": seconds}
+        self._adviser.changed(cost, change["price"] - self._adviser.first)
+
+    def _change(self, change: dict[str, Any]) -> None:
+        """Change the plan, tell it, and count traffic and memory anew."""
+        trainer = self.trainer
+        start = time.perf_counter()
+        trainer.change_plan(Plan(**change["to"]))
+        self._change_seconds = time.perf_counter() - start
+        self._since = trainer.steps_before = trainer.steps_done
+        trainer.world.ledger.set_aside("step", EARLIER)
+        trainer.account.reset_peak()
+        self._newest.clear()
+        self.changes.append(change)
+        self.report.line(change["line"])
+        self.report.changed(change)
+
+    def record(self) -> dict[str, Any]:
+        """Return "adapt" of metrics.json."""
+        return {"questions": self.questions, "changes": self.changes}
+
+
+def in_a_line(step: int, before: Plan, advice: Advice) -> str:
+    """Return a change of plan in a line, with its gain and its price."""
+    return (
+        f"after step {step}: plan {in_words(before)} -> {in_words(advice.plan)}: gain "
+        f"{advice.gain:.3g} s over {plural(advice.left, 'step')} ({advice.now:.3g} s a step "
+        f"measured, {advice.then:.3g} s expected), price {advice.price:.3g} s "
+        f"({size_text(advice.nbytes)} to move to a rank)"
+    )

@@ -1,0 +1,340 @@
+"""Chapter 24 · A plan that changes while training: measure, estimate, compare the gain with the
+price.
+
+    look = look_at(records)                     # seconds of a step, of computing, of messages
+    advice = adviser.advise(plan, look, left=400)
+    advice.gain, advice.price, advice.pays      # seconds; whether the run should change
+
+Which plan is best depends on the machine, and the machine may change during a run: another job
+uses the network, a card falls back to a lower speed, a processor becomes hot. The planner answers
+again with what is measured now:
+
+    compute     the planner's seconds of kernels, scaled so that the present plan's are the measured
+                ones of the slowest rank
+    links       α and β of the slowest measured link, inside nodes and between them (link_times.py)
+    a plan      estimated seconds (estimate.py) × ratio; ratio: measured / estimated. A plan that
+                this run has trained under has its own; another has the largest, at least 1, and
+                DOUBT more
+    gain        steps left · (measured seconds of a step - the other plan's)
+    price       the state that moves, over the slowest link, and what the first step costs beside a
+                usual one: as at the run's begin, or as the last change measured it
+
+The bytes are exact: each rank of both plans is made without data, and says which numbers it has
+(state_map.py). Of the plan's other options all stay; recomputation, passes and the schedule too.
+
+Cost: rank 0 plans, the others wait: 0.1 s or more at each question, and at the first one the
+      seconds in which one rank of each way of cutting a layer runs (cells.py).
+
+notes:   N2 §10.1 动态负载均衡 (N2:360)
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidist.errors import ConfigError, PlanError, ShardError
+from minidist.nn import GPTConfig
+from minidist.nn.config import divisors
+from minidist.observe.link_times import Link, LinkProfile, link_profiles
+from minidist.observe.rank_steps import RankSteps
+from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.hybrid.plan_checks import axis_order, words
+from minidist.parallel.state.state_map import overlap
+from minidist.plan.candidates import COLUMNS, RECOMPUTED, ROWS, SCHEDULES, Candidates, candidates
+from minidist.plan.estimate import Estimator
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.device import Device
+from minidist.simulate.one_rank import rank_places
+from minidist.simulate.rates import Rates
+from minidist.simulate.topology import Topology, Wire
+
+OWN = ("compute", "recompute", "update")
+"""Terms of an estimate that a rank spends in its own kernels."""
+DOUBT = 0.2
+"""Part by which a plan that was never measured may take longer than estimated: the largest error
+of benchmarks/results/twenty-plans-intel.md."""
+CHANGED = 0.2  # part by which a step must have changed since the last question
+LINK_CHANGED = 2.0  # the same for a message, as a factor
+PRICED = 4  # plans, the fastest first, whose moved bytes are counted
+SAMPLED = 16  # ranks at most for which they are counted
+TYPICAL = 1 << 20  # bytes of the message by which links are compared
+
+
+def plain_choice(
+    now: Hashable, seconds: Mapping[Any, float], prices: Mapping[Any, float], left: int
+) -> Any:
+    """Return the plan under which the rest of a run ends first, the price of the change included.
+
+    Args:    now: the present plan; seconds: of a step, by plan; prices: of changing to each other
+             plan, in seconds; left: steps.
+    """
+    best = now
+    for plan, price in prices.items():
+        if left * seconds[plan] + price < left * seconds[best] + prices.get(best, 0.0):
+            best = plan
+    return best
+
+
+# ---------------------------------------------------------------------------------- what is measured
+
+
+class Look(NamedTuple):
+    """What the ranks measured over some steps, in seconds of a step: `seconds`, the median;
+    `compute`, of each rank outside of calls; and the links."""
+
+    seconds: float
+    compute: tuple[float, ...]
+    links: Mapping[Link, LinkProfile]
+    nodes: Mapping[int, Hashable]
+
+    def slowest(self, *, inside: bool) -> LinkProfile | None:
+        """Return the slowest measured link inside nodes, or between nodes."""
+        links = [
+            profile
+            for (src, dst), profile in self.links.items()
+            if (self.nodes[src] == self.nodes[dst]) == inside
+        ]
+        return max(links, key=lambda link: link.seconds(TYPICAL), default=None)
+
+
+def look_at(ranks: Mapping[int, RankSteps]) -> Look:
+    """Return what the records of some steps of all ranks say."""
+    compute = [
+        statistics.median(
+            max(0.0, step["seconds"] - step.get("calls", 0.0) - step.get("input", 0.0))
+            for step in each.steps
+        )
+        for each in ranks.values()
+    ]
+    return Look(
+        max(statistics.median(step["seconds"] for step in each.steps) for each in ranks.values()),
+        tuple(compute),
+        link_profiles(ranks),
+        {rank: each.host for rank, each in ranks.items()},
+    )
+
+
+# ------------------------------------------------------------------------------------ what is advised
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer of a question: the best other plan, and whether it pays to change to it.
+
+    Attributes: now, then: seconds of a step under the present plan, measured, and under the other,
+                expected; gain: over the steps left; price: of the change; nbytes: that the rank
+                which receives most receives.
+    """
+
+    plan: Plan
+    now: float
+    then: float
+    left: int
+    gain: float
+    price: float
+    nbytes: int
+
+    @property
+    def pays(self) -> bool:
+        """Whether the gain exceeds the price."""
+        return self.gain > self.price
+
+
+@dataclass
+class Adviser:
+    """The planner of one run, on rank 0.
+
+    Args:       config: the model; batch: sequences of a step; device: rates of a rank's processor,
+                before they are scaled; nodes: of each rank; optimizer: as Trainer's.
+    Attributes: first: seconds that the first step under a plan costs beside a usual one;
+                ratios: measured seconds / estimated ones, of the row of each plan that was
+                measured.
+    """
+
+    config: GPTConfig
+    batch: int
+    device: Device
+    nodes: Sequence[Hashable]
+    optimizer: str = "adamw"
+    first: float = 0.0
+    ratios: dict[tuple[int, ...], float] = field(default_factory=dict)
+    _wires: dict[bool, Wire] = field(default_factory=dict)
+    _answered: Look | None = None
+
+    def is_news(self, look: Look) -> bool:
+        """Return whether what is measured differs from what the last question was about."""
+        before = self._answered
+        if before is None or abs(look.seconds / before.seconds - 1) > CHANGED:
+            return True
+        for inside in (True, False):
+            old = before.slowest(inside=inside)
+            new = look.slowest(inside=inside)
+            if old is not None and new is not None:
+                factor = new.seconds(TYPICAL) / old.seconds(TYPICAL)
+                if not 1 / LINK_CHANGED < factor < LINK_CHANGED:
+                    return True
+        return False
+
+    def advise(self, plan: Plan, look: Look, *, left: int) -> Advice | None:
+        """Return the best other plan for the steps left, or None if there is none, or no link has
+        been measured yet."""
+        cluster = self._cluster(look)
+        if cluster is None:
+            return None
+        self._answered = look
+        rows = self._rows(plan, cluster)
+        # row 0 is the present plan
+        own = self._estimated(rows.only(np.array([0])), cluster, 1.0)
+        slowdown = max(look.compute) / sum(float(own.seconds[term][0]) for term in OWN)
+        found = self._estimated(rows, cluster, slowdown)
+        keys = [tuple(row) for row in rows.table.tolist()]
+        self.ratios[keys[0]] = look.seconds / float(found.step_seconds[0])
+        unknown = max(1.0, *self.ratios.values()) * (1 + DOUBT)
+        seconds = {plan: look.seconds}
+        prices: dict[Plan, float] = {}
+        moved: dict[Plan, int] = {}
+        for number in np.argsort(found.step_seconds, kind="stable"):
+            if len(prices) == PRICED:
+                break
+            other = self._plan(rows, int(number), plan) if found.fits[number] else None
+            if other is None or keys[number] == keys[0]:
+                continue
+            seconds[other] = float(found.step_seconds[number]) * self.ratios.get(
+                keys[number], unknown
+            )
+            moved[other] = moved_bytes(plan, other, self.config, optimizer=self.optimizer)
+            link = max(self._wires.values(), key=lambda wire: TYPICAL / wire.bandwidth)
+            prices[other] = (
+                self.first + (plan.size - 1) * link.alpha + moved[other] / link.bandwidth
+            )
+        if not prices:
+            return None
+        best = plain_choice(plan, seconds, prices, left)
+        if best == plan:  # the best of those that do not pay
+            best = min(prices, key=lambda other: left * seconds[other] + prices[other])
+        gain = left * (look.seconds - seconds[best])
+        return Advice(best, look.seconds, seconds[best], left, gain, prices[best], moved[best])
+
+    def changed(self, cost: float, moving: float) -> None:
+        """Note what a change cost in seconds, the slower first step included, of which it spent
+        `moving` on state."""
+        self.first = max(0.0, cost - moving)
+        self._answered = None
+
+    def _cluster(self, look: Look) -> Cluster | None:
+        """Return the run's ranks as a cluster with the links that were measured last; None before
+        any was."""
+        for inside in (True, False):
+            link = look.slowest(inside=inside)
+            if link is not None:
+                self._wires[inside] = Wire("measured", link.alpha, 1 / max(link.beta, 1e-12))
+        if not self._wires:
+            return None
+        inside = self._wires.get(True, self._wires.get(False))
+        between = self._wires.get(False, inside)
+        assert inside is not None
+        counts = Counter(self.nodes)
+        even = len(set(counts.values())) == 1
+        per_node = len(self.nodes) // len(counts) if even else len(self.nodes)
+        nodes = len(self.nodes) // per_node
+        if not even:  # as one node, whose links are as slow as the slowest
+            inside = max(self._wires.values(), key=lambda wire: TYPICAL / wire.bandwidth)
+        topology = Topology(per_node, inside, between=between if nodes > 1 else None)
+        return Cluster("job", f"job:{nodes}x{per_node}", self.device, nodes, per_node, topology)
+
+    def _rows(self, plan: Plan, cluster: Cluster) -> Candidates:
+        """Return the present plan, then the candidates that keep its recomputation, passes,
+        schedule and sequence parallelism."""
+        parts = {self.batch // copies // plan.accumulate for copies in divisors(plan.size)}
+        found = candidates(
+            self.config,
+            cluster,
+            batch=self.batch,
+            precision=plan.precision,
+            offload=False,
+            rows=sorted({*ROWS, *parts} - {0}),
+        )
+        mine = row_of(plan, self.batch, found.orders)
+        piped = found.column("pp") > 1
+        kept = (found.column("recomputed") == mine[COLUMNS.index("recomputed")]) & np.where(
+            piped,
+            found.column("schedule") == SCHEDULES.index(plan.schedule),
+            found.column("pieces") == plan.accumulate,
+        )
+        if plan.tp > 1:
+            kept &= (found.column("tp") == 1) | (found.column("sequence") == plan.sequence_parallel)
+        found = found.only(kept)
+        return replace(found, table=np.concatenate([np.array([mine], np.int32), found.table]))
+
+    def _estimated(self, rows: Candidates, cluster: Cluster, slowdown: float) -> Any:
+        rates = Rates(cluster.device, cluster.device.efficiency, slowdown)
+        return Estimator(
+            self.config, cluster, rates=rates, precision=rows.precision, optimizer=self.optimizer
+        ).of(rows)
+
+    def _plan(self, rows: Candidates, number: int, plan: Plan) -> Plan | None:
+        """Return a candidate with the present plan's other options; None if it cannot train."""
+        try:
+            found = replace(
+                rows.plan(number),
+                order=",".join(rows.order(number)),
+                placement=plan.placement,
+                bucket_bytes=plan.bucket_bytes,
+                algorithm=plan.algorithm,
+                attention=plan.attention,
+                schedule=plan.schedule,
+                device_memory=plan.device_memory,
+            )
+            found.require(plan.size, self.config)
+            found.require_model(self.config)
+        except (PlanError, ShardError, ConfigError):
+            return None
+        return found
+
+
+def row_of(plan: Plan, batch: int, orders: Sequence[tuple[str, ...]]) -> list[int]:
+    """Return a plan as a row of candidates. A part that does not divide evenly is rounded up."""
+    pieces = plan.pieces * plan.accumulate
+    row = {
+        **plan.axes,
+        "zero": plan.zero,
+        "rows": -(-batch // (plan.dp * plan.ep * pieces)),
+        "pieces": pieces,
+        "schedule": SCHEDULES.index(plan.schedule),
+        "recomputed": RECOMPUTED.index(plan.checkpoint_blocks),
+        "offload": 0,
+        "sequence": int(plan.sequence_parallel),
+        "order": orders.index(axis_order(plan.order)) if axis_order(plan.order) in orders else 0,
+        "shard": plan.shard or 0,
+    }
+    return [row[name] for name in COLUMNS]
+
+
+def moved_bytes(old: Plan, new: Plan, config: GPTConfig, *, optimizer: str = "adamw") -> int:
+    """Return the bytes that a rank receives when the plan changes: of the rank that receives most,
+    of at most SAMPLED ranks."""
+    ranks = sorted({rank * old.size // min(old.size, SAMPLED) for rank in range(SAMPLED)})
+    most = 0
+    for rank in (rank for rank in ranks if rank < old.size):
+        have: dict[str, list[np.ndarray]] = {}
+        for place in rank_places(old, config, rank, optimizer=optimizer):
+            have.setdefault(place.key, []).append(place.runs)
+        lacks = 0
+        for place in rank_places(new, config, rank, optimizer=optimizer):
+            there = sum(
+                int(overlap(runs, place.runs)[:, 2].sum()) for runs in have.get(place.key, ())
+            )
+            lacks += (place.size - there) * place.dtype.itemsize
+        most = max(most, lacks)
+    return most
+
+
+def in_words(plan: Plan) -> str:
+    """Return a plan in a few words, as the line of a change names it."""
+    told = [words(plan.axes)] + [f"ZeRO-{plan.zero}"] * (plan.zero > 0)
+    told += [f"{plan.schedule} with {plan.pieces} microbatches"] * (plan.pp > 1)
+    return ", ".join(told)
