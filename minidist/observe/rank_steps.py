@@ -151,13 +151,18 @@ class StepRecorder:
         """From now on, also append each step to `newest`, with its messages."""
         self._newest = newest
 
+    def take_messages(self) -> dict[str, Any]:
+        """Return the messages since the last step as a step of `keep` has them, and leave them out
+        of the next step."""
+        return {"step": self.step, **self._times.take()}
+
     def begin_anew(self, alike: str) -> None:
         """Leave out the time since the last step and the messages in it; from now on the rank's
         work is `alike`."""
         if alike != self.about["alike"]:
             self.about["alike"] = alike
             self._log.write(_packed(self.about))
-        self._times.take()
+        self.take_messages()
         self._begin()
 
     @contextmanager

@@ -12,6 +12,8 @@ again with what is measured now:
     compute     the planner's seconds of kernels, scaled so that the present plan's are the measured
                 ones of the slowest rank
     links       α and β of the slowest measured link, inside nodes and between them (link_times.py)
+    stages      another division of a pipeline's layers: measured seconds of each stage, divided by its
+                layers
     a plan      estimated seconds (estimate.py) × ratio; ratio: measured / estimated. A plan that
                 this run has trained under has its own; another has the largest, at least 1, and
                 DOUBT more
@@ -55,8 +57,8 @@ from minidist.simulate.topology import Topology, Wire
 OWN = ("compute", "recompute", "update")
 """Terms of an estimate that a rank spends in its own kernels."""
 DOUBT = 0.2
-"""Part by which a plan that was never measured may take longer than estimated: the largest error
-of benchmarks/results/twenty-plans-intel.md."""
+"""Part by which a plan that was never measured may take longer than estimated, and by which other
+stages may gain less: the largest error of benchmarks/results/twenty-plans-intel.md."""
 CHANGED = 0.2  # part by which a step must have changed since the last question
 LINK_CHANGED = 2.0  # the same for a message, as a factor
 PRICED = 4  # plans, the fastest first, whose moved bytes are counted
@@ -84,7 +86,7 @@ def plain_choice(
 
 class Look(NamedTuple):
     """What the ranks measured over some steps, in seconds of a step: `seconds`, the median;
-    `compute`, of each rank outside of calls; and the links."""
+    `compute`, outside of calls, of the slowest rank of each pipeline stage; and the links."""
 
     seconds: float
     compute: tuple[float, ...]
@@ -102,20 +104,44 @@ class Look(NamedTuple):
 
 
 def look_at(ranks: Mapping[int, RankSteps]) -> Look:
-    """Return what the records of some steps of all ranks say."""
-    compute = [
-        statistics.median(
+    """Return what the records of some steps of all ranks say. Records without seconds have only
+    messages."""
+    seconds = []
+    compute = dict.fromkeys(sorted({each.alike for each in ranks.values()}, key=_by_number), 0.0)
+    for each in ranks.values():
+        steps = [step for step in each.steps if "seconds" in step]
+        seconds.append(statistics.median(step["seconds"] for step in steps))
+        own = statistics.median(
             max(0.0, step["seconds"] - step.get("calls", 0.0) - step.get("input", 0.0))
-            for step in each.steps
+            for step in steps
         )
-        for each in ranks.values()
-    ]
+        compute[each.alike] = max(compute[each.alike], own)
     return Look(
-        max(statistics.median(step["seconds"] for step in each.steps) for each in ranks.values()),
-        tuple(compute),
-        link_profiles(ranks),
+        max(seconds),
+        tuple(compute.values()),
+        with_latency(link_profiles(ranks)),
         {rank: each.host for rank, each in ranks.items()},
     )
+
+
+def _by_number(alike: str) -> int:
+    """Return the stage of a rank, by the word that its records have ("pp3")."""
+    return int(alike.removeprefix("pp"))
+
+
+def with_latency(links: Mapping[Link, LinkProfile]) -> dict[Link, LinkProfile]:
+    """Return the links; those whose messages were all of one size get the largest latency of the
+    others, and the rest of their seconds as seconds per byte."""
+    latency = max((link.alpha for link in links.values() if link.beta), default=0.0)
+    found = {}
+    for name, link in links.items():
+        alpha = min(latency, link.alpha)
+        found[name] = (
+            link
+            if link.beta
+            else replace(link, alpha=alpha, beta=(link.alpha - alpha) / link.large)
+        )
+    return found
 
 
 # ------------------------------------------------------------------------------------ what is advised
@@ -149,7 +175,8 @@ class Adviser:
     """The planner of one run, on rank 0.
 
     Args:       config: the model; batch: sequences of a step; device: rates of a rank's processor,
-                before they are scaled; nodes: of each rank; optimizer: as Trainer's.
+                before they are scaled; nodes: of each rank; optimizer: as Trainer's; ends: seconds
+                of the embedding, and of output and loss, in those of a block (layer_timing.py).
     Attributes: first: seconds that the first step under a plan costs beside a usual one;
                 ratios: measured seconds / estimated ones, of the row of each plan that was
                 measured.
@@ -160,6 +187,7 @@ class Adviser:
     device: Device
     nodes: Sequence[Hashable]
     optimizer: str = "adamw"
+    ends: tuple[float, float] = (0.0, 0.0)
     first: float = 0.0
     ratios: dict[tuple[int, ...], float] = field(default_factory=dict)
     _wires: dict[bool, Wire] = field(default_factory=dict)
@@ -179,9 +207,14 @@ class Adviser:
                     return True
         return False
 
-    def advise(self, plan: Plan, look: Look, *, left: int) -> Advice | None:
+    def advise(
+        self, plan: Plan, look: Look, *, left: int, layers: Sequence[int] = ()
+    ) -> Advice | None:
         """Return the best other plan for the steps left, or None if there is none, or no link has
-        been measured yet."""
+        been measured yet.
+
+        Args:    layers: of each pipeline stage.
+        """
         cluster = self._cluster(look)
         if cluster is None:
             return None
@@ -197,8 +230,10 @@ class Adviser:
         seconds = {plan: look.seconds}
         prices: dict[Plan, float] = {}
         moved: dict[Plan, int] = {}
+        if (other := self._balanced(plan, look, layers)) is not None:
+            seconds[other[0]] = other[1]
         for number in np.argsort(found.step_seconds, kind="stable"):
-            if len(prices) == PRICED:
+            if len(seconds) > PRICED:
                 break
             other = self._plan(rows, int(number), plan) if found.fits[number] else None
             if other is None or keys[number] == keys[0]:
@@ -206,8 +241,9 @@ class Adviser:
             seconds[other] = float(found.step_seconds[number]) * self.ratios.get(
                 keys[number], unknown
             )
+        link = max(self._wires.values(), key=lambda wire: TYPICAL / wire.bandwidth)
+        for other in [each for each in seconds if each != plan]:
             moved[other] = moved_bytes(plan, other, self.config, optimizer=self.optimizer)
-            link = max(self._wires.values(), key=lambda wire: TYPICAL / wire.bandwidth)
             prices[other] = (
                 self.first + (plan.size - 1) * link.alpha + moved[other] / link.bandwidth
             )
@@ -218,6 +254,28 @@ class Adviser:
             best = min(prices, key=lambda other: left * seconds[other] + prices[other])
         gain = left * (look.seconds - seconds[best])
         return Advice(best, look.seconds, seconds[best], left, gain, prices[best], moved[best])
+
+    def _balanced(self, plan: Plan, look: Look, layers: Sequence[int]) -> tuple[Plan, float] | None:
+        """Return the plan with as many layers on each stage as its measured speed asks for, and its
+        seconds of a step; None if the stages have them."""
+        if plan.pp == 1 or plan.stages != plan.pp or len(look.compute) != plan.pp:
+            return None
+        beside = [0.0] * plan.pp
+        beside[0] += self.ends[0]
+        beside[-1] += self.ends[1]
+        pace = [
+            seconds / (count + more)
+            for seconds, count, more in zip(look.compute, layers, beside, strict=True)
+        ]
+        found = by_pace(sum(layers), pace, beside)
+        if found == list(layers):
+            return None
+        slowest = max(
+            each * (count + more) for each, count, more in zip(pace, found, beside, strict=True)
+        )
+        # that the bubble becomes shorter too is left out
+        seconds = look.seconds - (1 - DOUBT) * (max(look.compute) - slowest)
+        return replace(plan, stage_layers=",".join(map(str, found))), seconds
 
     def changed(self, cost: float, moving: float) -> None:
         """Note what a change cost in seconds, the slower first step included, of which it spent
@@ -294,6 +352,21 @@ class Adviser:
         except (PlanError, ShardError, ConfigError):
             return None
         return found
+
+
+def by_pace(layers: int, pace: Sequence[float], beside: Sequence[float]) -> list[int]:
+    """Return the layers of each stage such that the slowest stage is as fast as possible; each has
+    one at least.
+
+    Args:    pace: seconds of a layer on each stage; beside: what else a stage computes, in layers.
+    """
+    found = [1] * len(pace)
+    for _ in range(layers - len(pace)):
+        after = [
+            each * (count + 1 + more) for each, count, more in zip(pace, found, beside, strict=True)
+        ]
+        found[after.index(min(after))] += 1
+    return found
 
 
 def row_of(plan: Plan, batch: int, orders: Sequence[tuple[str, ...]]) -> list[int]:

@@ -1,11 +1,13 @@
 """`minidist train --adapt`: between two steps the ranks ask the planner (plan/adapt.py) whether the
 rest of the run ends sooner under another plan, and change to it if that pays.
 
-    all ranks   after each WINDOW steps: gather the newest records of steps on rank 0
+    all ranks   after each WINDOW steps: gather the newest records of steps, and of some messages of
+                one number, on rank 0
     rank 0      if they differ from those that it asked about last: ask the planner, tell its answer
     all ranks   if it pays: Trainer.change_plan, and the counts of traffic and memory begin anew
 
-The records are those of steps/N.jsonl (observe/rank_steps.py), kept in memory too.
+The records are those of steps/N.jsonl (observe/rank_steps.py), kept in memory too; messages between
+stages are those of the timeline.
 """
 
 import argparse
@@ -13,18 +15,24 @@ import time
 from collections import deque
 from typing import Any
 
+import numpy as np
+
+from minidist.cli.train.axis_traffic import stage_layers
 from minidist.cli.train.settings import Settings
 from minidist.cli.train.telemetry import EARLIER, Telemetry
 from minidist.comm.records import gather_records, hand_out_record, unhurried
 from minidist.console import fail, memory_bytes, plural, size_text
+from minidist.observe.link_times import FEW
 from minidist.observe.rank_steps import RankSteps
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.layer_timing import measured_costs
 from minidist.plan.adapt import Advice, Adviser, in_words, look_at
 from minidist.plan.candidates import RECOMPUTED, SCHEDULES
 from minidist.simulate.here import rough_device
 
 WINDOW = 12  # steps whose records are judged together
 SETTLE = 2  # steps after the begin, and after a change, that are not judged
+MOST_MESSAGES = 24  # between stages, that a rank received: the newest
 MOST_ASKING = 0.05  # part of the run's time that rank 0 may spend on questions, the first excepted
 
 UNKNOWN: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -67,24 +75,28 @@ def check_adapt(args: argparse.Namespace, plan: Plan) -> None:
 class Adapting:
     """The changes of plan of one run. Every rank has one, and makes the same calls.
 
+    Args:       made: seconds in which the trainer was made.
     Attributes: changes: a record of each change, for metrics.json; complete on rank 0.
     """
 
-    def __init__(self, trainer: Trainer, settings: Settings, report: Telemetry) -> None:
+    def __init__(
+        self, trainer: Trainer, settings: Settings, report: Telemetry, *, made: float
+    ) -> None:
         self.trainer = trainer
         self.settings = settings
         self.report = report
         self.changes: list[dict[str, Any]] = []
         self.questions = 0
-        self.resumed_from = trainer.steps_before
         self._newest: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         report.records.recorder.keep(self._newest)
+        self._made = made
         self._since = trainer.steps_done
         self._asking = 0.0
         self._begun = time.perf_counter()
         self._first: float | None = None  # seconds of the first step under the plan
         self._change_seconds = 0.0
         world = trainer.world
+        block, *ends = measured_costs(settings.config, world)
         self._adviser = (
             Adviser(
                 settings.config,
@@ -92,6 +104,7 @@ class Adapting:
                 rough_device(memory_bytes() // world.size),
                 world.nodes,
                 optimizer=settings.args.optimizer,
+                ends=(ends[0] / block, ends[1] / block),
             )
             if world.rank == 0
             else None
@@ -111,7 +124,8 @@ class Adapting:
         """Look at the newest steps, and change the plan if it pays. Every rank calls it."""
         world = self.trainer.world
         rank = self.report.records.recorder.about
-        told = gather_records(world, [rank, list(self._newest)])
+        messages = [*self._short_messages(), between_stages(self.trainer.recorder, self._since)]
+        told = gather_records(world, [rank, [*self._newest, *messages]])
         record: dict[str, Any] | None = None
         with unhurried(world):
             if told is not None:
@@ -134,6 +148,20 @@ class Adapting:
             self._change(record)
         self.report.records.begin_anew()
 
+    def _short_messages(self) -> list[dict[str, Any]]:
+        """Send a number around the ranks FEW times, and return the messages: steps may have only
+        long ones, which do not say what latency is."""
+        world = self.trainer.world
+        recorder = self.report.records.recorder
+        found = []
+        numbers = np.zeros(world.size, np.float32)
+        with world.ledger.control():
+            for _ in range(FEW):
+                recorder.take_messages()
+                world.all_reduce(numbers, algorithm="ring")
+                found.append(recorder.take_messages())
+        return found
+
     def _ask(self, ranks: dict[int, RankSteps]) -> dict[str, Any] | None:
         """Return the change that pays as a record; None if none does."""
         adviser = self._adviser
@@ -142,14 +170,15 @@ class Adapting:
         if self.changes and "measured" not in self.changes[-1]:
             self._measured(look.seconds)
         elif not self.changes and self._first is not None:
-            adviser.first = max(0.0, self._first - look.seconds)
+            adviser.first = self._made + max(0.0, self._first - look.seconds)
         start = time.perf_counter()
         if not adviser.is_news(look) or (
             self.questions > 1 and self._asking > MOST_ASKING * (start - self._begun)
         ):
             return None
         left = self.settings.args.steps - self.trainer.steps_done
-        advice = adviser.advise(self.trainer.plan, look, left=left)
+        layers = stage_layers(self.trainer) or ()
+        advice = adviser.advise(self.trainer.plan, look, left=left, layers=layers)
         if self.questions:
             self._asking += time.perf_counter() - start
         self.questions += 1
@@ -194,6 +223,31 @@ class Adapting:
     def record(self) -> dict[str, Any]:
         """Return "adapt" of metrics.json."""
         return {"questions": self.questions, "changes": self.changes}
+
+
+def between_stages(timeline: Any, since: int) -> dict[str, Any]:
+    """Return the newest messages between stages as a record of steps has messages, from the
+    timeline: records of steps have only those of collectives.
+
+    Args:    since: the first step, from 0.
+    """
+    found: dict[str, Any] = {"step": since, "out": [], "in": []}
+    for span in reversed(timeline.spans):
+        about = span.details
+        if len(found["in"]) == MOST_MESSAGES or (about.get("step") or 0) < since:
+            break
+        if span.row not in ("messages", "receives") or about["axis"] != "pp":
+            continue
+        group, _, number = about["message"].partition(".")
+        if not number.isdigit():  # of a collective
+            continue
+        name = [int(group, 16) & 0xFFFF, int(number), about["nbytes"]]
+        start = round(span.start * 1e6)
+        if span.row == "messages":
+            found["out"].append([about["dst"], *name, start])
+        else:
+            found["in"].append([about["src"], *name, start, round(span.stop * 1e6)])
+    return found
 
 
 def in_a_line(step: int, before: Plan, advice: Advice) -> str:

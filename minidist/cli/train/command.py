@@ -8,6 +8,7 @@ minidist train --resume RUN               # continues from the newest checkpoint
 """
 
 import argparse
+import time
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
@@ -188,6 +189,7 @@ def train(
     )
     if lives is None:
         timeline.follow(world.ledger, waits=args.why, receives=True)
+    start = time.perf_counter()
     trainer = Trainer(
         settings.plan_on(world),
         settings.config,
@@ -195,6 +197,7 @@ def train(
         recorder=timeline,
         **settings.trainer_options(),
     )
+    made = time.perf_counter() - start
     settings = replace(settings, config=trainer.config)
     trainer.require_room(args.batch)
     timeline.follow_memory(trainer.account)
@@ -212,7 +215,7 @@ def train(
     report = Telemetry(
         report_of(settings, console, on_terminal=on_terminal), trainer, settings, threads=threads
     )
-    adapting = Adapting(trainer, settings, report) if args.adapt else None
+    adapting = Adapting(trainer, settings, report, made=made) if args.adapt else None
     saves = Saves() if lives is None else lives.saves
     saver = Saver(trainer, settings, told or Told(), report, saves) if args.save_every else None
     try:

@@ -1,0 +1,130 @@
+"""train --adapt: a run over a slow link changes its plan once, trains on as another run does, and
+tells gain and price; a run that gains nothing stays."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minidist.cli import main
+from minidist.cli.train import command
+from minidist.comm.group import Group
+from minidist.comm.transports.throttled import delayed
+from minidist.observe.rank_steps import read_rank_steps
+from minidist.observe.step_log import read_step_log
+
+FAST = 1e-9  # seconds a byte
+SLOW = 5e-7
+SMALL = "--layers 2 --width 32 --heads 2 --context 16 --batch 4 --validate 4 --quiet"
+
+
+def over_links(monkeypatch: pytest.MonkeyPatch, beta: Callable[[int], float]) -> None:
+    """From now on threads train over links with beta(step) seconds a byte."""
+    train = command._train_in_thread
+
+    def slowly(world: Group, *args: Any) -> int:
+        with delayed(world, alpha=1e-4, beta=beta(0)) as link:
+            tell = link.tell_step
+
+            def tell_step(step: int) -> None:
+                link.transport.beta = beta(step)  # type: ignore[attr-defined]
+                tell(step)
+
+            link.tell_step = tell_step  # type: ignore[method-assign]
+            return train(link, *args)
+
+    monkeypatch.setattr(command, "_train_in_thread", slowly)
+
+
+def trained(words: str, out: Path) -> dict[str, Any]:
+    assert (
+        main(["train", "-n", "2", "--transport", "threads", *words.split(), "--out", str(out)]) == 0
+    )
+    found: dict[str, Any] = json.loads((out / "metrics.json").read_text())
+    return found
+
+
+def test_a_run_over_a_slow_link_changes_its_plan_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    over_links(monkeypatch, lambda step: SLOW)
+    found = trained(f"{SMALL} --adapt --steps 44", tmp_path / "adapts")
+    (change,) = found["adapt"]["changes"]
+    assert change["from"]["dp"] == change["to"]["pp"] == 2
+    assert change["step"] == 14
+    assert change["left"] == 30
+    assert change["gain"] > change["price"]
+    assert change["now"] > 2 * change["measured"]["step_seconds"]
+    # the tables count the steps since
+    assert found["steps"] == 30
+    assert found["plan"] == change["to"]
+    sent = sum(sum(rank["sent_bytes"]["pp"].values()) for rank in found["ranks"])
+    assert sent == found["formula"]["axes"]["pp"]
+    lines = read_step_log(tmp_path / "adapts" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [*range(1, 45)]
+    assert {"dp", "pp"} <= lines[-1]["sent_bytes"].keys()
+    assert [each.alike for each in read_rank_steps(tmp_path / "adapts").values()] == ["pp0", "pp1"]
+    # the same training
+    monkeypatch.undo()
+    stayed = trained(f"{SMALL} --steps 44", tmp_path / "stays")
+    assert np.allclose(found["losses"], stayed["losses"], rtol=1e-4)
+    assert "adapt" not in stayed
+    assert main(["report", str(tmp_path / "adapts")]) == 0
+    assert f"The plan changed {change['line']}." in (tmp_path / "adapts/report.html").read_text()
+
+
+def test_a_run_that_gains_nothing_stays(tmp_path: Path) -> None:
+    found = trained(f"{SMALL} --adapt --steps 20", tmp_path)
+    assert found["adapt"] == {"questions": 1, "changes": []}
+    assert found["steps"] == 20
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-n 2 --elastic 1:2",
+        "-n 2 --strategy parameter-server --asynchronous",
+        "-n 2 --local-steps 5 --steps 10",
+        "-n 2 --compress 8bit",
+        "-n 2 --plan pp=2 --schedule pipedream --clip 0",
+        "-n 2 --dtype float64",
+        "-n 1 --transport threads",
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status = main(["train", "--adapt", *words.split(), "--out", str(tmp_path / "run")])
+    assert status == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--adapt" in line
+
+
+# ------------------------------------------------------------------------------------------ the soak
+
+
+@pytest.mark.soak
+def test_a_link_that_becomes_slow_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run that adapts ends before a run under either plan."""
+    over_links(monkeypatch, lambda step: FAST if step < 80 else SLOW)
+    words = (
+        "--layers 4 --width 64 --heads 4 --context 64 --batch 8 --validate 4 --quiet --steps 160"
+    )
+    seconds: dict[str, list[float]] = {}
+    plans = {"adapts": "--adapt", "dp": "--plan dp=2", "pp": "--plan pp=2 --microbatches 4"}
+    for turn in range(3):
+        for name, options in plans.items():
+            start = time.perf_counter()
+            found = trained(f"{words} {options}", tmp_path / f"{name}{turn}")
+            seconds.setdefault(name, []).append(time.perf_counter() - start)
+            if name == "adapts":
+                (change,) = found["adapt"]["changes"]
+                assert 80 < change["step"] < 120
+    print({name: sorted(each) for name, each in seconds.items()})
+    assert np.median(seconds["adapts"]) < min(np.median(seconds["dp"]), np.median(seconds["pp"]))
