@@ -232,15 +232,14 @@ class Adviser:
         moved: dict[Plan, int] = {}
         if (other := self._balanced(plan, look, layers)) is not None:
             seconds[other[0]] = other[1]
-        for number in np.argsort(found.step_seconds, kind="stable"):
+        expected = found.step_seconds * [self.ratios.get(key, unknown) for key in keys]
+        for number in np.argsort(expected, kind="stable"):
             if len(seconds) > PRICED:
                 break
             other = self._plan(rows, int(number), plan) if found.fits[number] else None
             if other is None or keys[number] == keys[0]:
                 continue
-            seconds[other] = float(found.step_seconds[number]) * self.ratios.get(
-                keys[number], unknown
-            )
+            seconds[other] = float(expected[number])
         link = max(self._wires.values(), key=lambda wire: TYPICAL / wire.bandwidth)
         for other in [each for each in seconds if each != plan]:
             moved[other] = moved_bytes(plan, other, self.config, optimizer=self.optimizer)

@@ -253,7 +253,7 @@ def between_stages(timeline: Any, since: int) -> dict[str, Any]:
 def in_a_line(step: int, before: Plan, advice: Advice) -> str:
     """Return a change of plan in a line, with its gain and its price."""
     return (
-        f"after step {step}: plan {in_words(before)} -> {in_words(advice.plan)}: gain "
+        f"after step {step}: plan {in_words(before)} becomes {in_words(advice.plan)}: gain "
         f"{advice.gain:.3g} s over {plural(advice.left, 'step')} ({advice.now:.3g} s a step "
         f"measured, {advice.then:.3g} s expected), price {advice.price:.3g} s "
         f"({size_text(advice.nbytes)} to move to a rank)"

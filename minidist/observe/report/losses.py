@@ -57,7 +57,7 @@ def section(run: RunFiles) -> Section:
         )
     )
     found.lines += [
-        f"The plan changed {change['line']}."
+        f"A change of plan {change['line']}."
         for change in run.metrics.get("adapt", {}).get("changes", [])
     ]
     if run.steps:
