@@ -15,8 +15,8 @@ again with what is measured now:
     stages      another division of a pipeline's layers: measured seconds of each stage, divided by its
                 layers
     a plan      estimated seconds (estimate.py) × ratio; ratio: measured / estimated. A plan that
-                this run has trained under has its own; another has the largest, at least 1, and
-                DOUBT more
+                this run has trained under has its own, and NOISE more; another has the largest, at
+                least 1, and DOUBT more
     gain        steps left · (measured seconds of a step - the other plan's)
     price       the state that moves, over the slowest link, and what the first step costs beside a
                 usual one: as at the run's begin, or as the last change measured it
@@ -59,10 +59,13 @@ OWN = ("compute", "recompute", "update")
 DOUBT = 0.2
 """Part by which a plan that was never measured may take longer than estimated, and by which other
 stages may gain less: the largest error of benchmarks/results/twenty-plans-intel.md."""
+NOISE = 0.1
+"""The same for a plan that was measured: at another time, when other programs ran beside it."""
 CHANGED = 0.2  # part by which a step must have changed since the last question
 LINK_CHANGED = 2.0  # the same for a message, as a factor
 PRICED = 4  # plans, the fastest first, whose moved bytes are counted
 SAMPLED = 16  # ranks at most for which they are counted
+LONG = 1 << 10  # bytes of a message that shows the bandwidth of a link
 TYPICAL = 1 << 20  # bytes of the message by which links are compared
 
 
@@ -130,11 +133,14 @@ def _by_number(alike: str) -> int:
 
 
 def with_latency(links: Mapping[Link, LinkProfile]) -> dict[Link, LinkProfile]:
-    """Return the links; those whose messages were all of one size get the largest latency of the
-    others, and the rest of their seconds as seconds per byte."""
-    latency = max((link.alpha for link in links.values() if link.beta), default=0.0)
+    """Return the links that had long messages; those whose messages were all of one size get the
+    largest latency of the others, and the rest of their seconds as seconds per byte."""
+    short = [link.alpha for link in links.values() if link.beta or link.large < LONG]
+    latency = max(short, default=0.0)
     found = {}
     for name, link in links.items():
+        if link.large < LONG:
+            continue
         alpha = min(latency, link.alpha)
         found[name] = (
             link
@@ -232,7 +238,9 @@ class Adviser:
         moved: dict[Plan, int] = {}
         if (other := self._balanced(plan, look, layers)) is not None:
             seconds[other[0]] = other[1]
-        expected = found.step_seconds * [self.ratios.get(key, unknown) for key in keys]
+        expected = found.step_seconds * [
+            self.ratios[key] * (1 + NOISE) if key in self.ratios else unknown for key in keys
+        ]
         for number in np.argsort(expected, kind="stable"):
             if len(seconds) > PRICED:
                 break

@@ -30,7 +30,7 @@ from minidist.plan.adapt import Advice, Adviser, in_words, look_at
 from minidist.plan.candidates import RECOMPUTED, SCHEDULES
 from minidist.simulate.here import rough_device
 
-WINDOW = 12  # steps whose records are judged together
+WINDOW = 8  # steps whose records are judged together
 SETTLE = 2  # steps after the begin, and after a change, that are not judged
 MOST_MESSAGES = 24  # between stages, that a rank received: the newest
 MOST_ASKING = 0.05  # part of the run's time that rank 0 may spend on questions, the first excepted
