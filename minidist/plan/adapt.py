@@ -154,7 +154,7 @@ def with_latency(links: Mapping[Link, LinkProfile]) -> dict[Link, LinkProfile]:
 
 
 @dataclass(frozen=True)
-class Advice:
+class PlanChange:
     """The answer of a question: the best other plan, and whether it pays to change to it.
 
     Attributes: now, then: seconds of a step under the present plan, measured, and under the other,
@@ -215,7 +215,7 @@ class Adviser:
 
     def advise(
         self, plan: Plan, look: Look, *, left: int, layers: Sequence[int] = ()
-    ) -> Advice | None:
+    ) -> PlanChange | None:
         """Return the best other plan for the steps left, or None if there is none, or no link has
         been measured yet.
 
@@ -225,42 +225,50 @@ class Adviser:
         if cluster is None:
             return None
         self._answered = look
-        rows = self._rows(plan, cluster)
-        # row 0 is the present plan
-        own = self._estimated(rows.only(np.array([0])), cluster, 1.0)
-        slowdown = max(look.compute) / sum(float(own.seconds[term][0]) for term in OWN)
-        found = self._estimated(rows, cluster, slowdown)
-        keys = [tuple(row) for row in rows.table.tolist()]
-        self.ratios[keys[0]] = look.seconds / float(found.step_seconds[0])
-        unknown = max(1.0, *self.ratios.values()) * (1 + DOUBT)
-        seconds = {plan: look.seconds}
-        prices: dict[Plan, float] = {}
-        moved: dict[Plan, int] = {}
-        if (other := self._balanced(plan, look, layers)) is not None:
-            seconds[other[0]] = other[1]
-        expected = found.step_seconds * [
-            self.ratios[key] * (1 + NOISE) if key in self.ratios else unknown for key in keys
-        ]
-        for number in np.argsort(expected, kind="stable"):
-            if len(seconds) > PRICED:
-                break
-            other = self._plan(rows, int(number), plan) if found.fits[number] else None
-            if other is None or keys[number] == keys[0]:
-                continue
-            seconds[other] = float(expected[number])
-        link = max(self._wires.values(), key=lambda wire: TYPICAL / wire.bandwidth)
-        for other in [each for each in seconds if each != plan]:
-            moved[other] = moved_bytes(plan, other, self.config, optimizer=self.optimizer)
-            prices[other] = (
-                self.first + (plan.size - 1) * link.alpha + moved[other] / link.bandwidth
-            )
-        if not prices:
+        seconds = self._expected(plan, look, cluster)
+        if (balanced := self._balanced(plan, look, layers)) is not None:
+            seconds[balanced[0]] = balanced[1]
+        moved = {
+            other: moved_bytes(plan, other, self.config, optimizer=self.optimizer)
+            for other in list(seconds)[1:]
+        }
+        if not moved:
             return None
+        link = slowest(self._wires)
+        prices = {
+            other: self.first + (plan.size - 1) * link.alpha + nbytes / link.bandwidth
+            for other, nbytes in moved.items()
+        }
         best = plain_choice(plan, seconds, prices, left)
         if best == plan:  # the best of those that do not pay
             best = min(prices, key=lambda other: left * seconds[other] + prices[other])
         gain = left * (look.seconds - seconds[best])
-        return Advice(best, look.seconds, seconds[best], left, gain, prices[best], moved[best])
+        return PlanChange(best, look.seconds, seconds[best], left, gain, prices[best], moved[best])
+
+    def _expected(self, plan: Plan, look: Look, cluster: Cluster) -> dict[Plan, float]:
+        """Return the seconds of a step of the present plan, as measured, and of the PRICED others
+        that are expected to be the fastest."""
+        rows = self._rows(plan, cluster)
+        keys = [tuple(row) for row in rows.table.tolist()]
+        # row 0 is the present plan
+        alone = self._estimated(rows.only(np.array([0])), cluster, 1.0)
+        slowdown = max(look.compute) / sum(float(alone.seconds[term][0]) for term in OWN)
+        found = self._estimated(rows, cluster, slowdown)
+        self.ratios[keys[0]] = look.seconds / float(found.step_seconds[0])
+        unknown = max(1.0, *self.ratios.values()) * (1 + DOUBT)
+        expected = found.step_seconds * [
+            self.ratios[key] * (1 + NOISE) if key in self.ratios else unknown for key in keys
+        ]
+        seconds = {plan: look.seconds}
+        for number in np.argsort(expected, kind="stable").tolist():
+            if len(seconds) > PRICED:
+                break
+            if keys[number] == keys[0] or not found.fits[number]:
+                continue
+            other = self._plan(rows, number, plan)
+            if other is not None:
+                seconds[other] = float(expected[number])
+        return seconds
 
     def _balanced(self, plan: Plan, look: Look, layers: Sequence[int]) -> tuple[Plan, float] | None:
         """Return the plan with as many layers on each stage as its measured speed asks for, and its
@@ -293,10 +301,10 @@ class Adviser:
     def _cluster(self, look: Look) -> Cluster | None:
         """Return the run's ranks as a cluster with the links that were measured last; None before
         any was."""
-        for inside in (True, False):
-            link = look.slowest(inside=inside)
+        for where in (True, False):
+            link = look.slowest(inside=where)
             if link is not None:
-                self._wires[inside] = Wire("measured", link.alpha, 1 / max(link.beta, 1e-12))
+                self._wires[where] = Wire("measured", link.alpha, 1 / max(link.beta, 1e-12))
         if not self._wires:
             return None
         inside = self._wires.get(True, self._wires.get(False))
@@ -307,7 +315,7 @@ class Adviser:
         per_node = len(self.nodes) // len(counts) if even else len(self.nodes)
         nodes = len(self.nodes) // per_node
         if not even:  # as one node, whose links are as slow as the slowest
-            inside = max(self._wires.values(), key=lambda wire: TYPICAL / wire.bandwidth)
+            inside = slowest(self._wires)
         topology = Topology(per_node, inside, between=between if nodes > 1 else None)
         return Cluster("job", f"job:{nodes}x{per_node}", self.device, nodes, per_node, topology)
 
@@ -374,6 +382,11 @@ def by_pace(layers: int, pace: Sequence[float], beside: Sequence[float]) -> list
         ]
         found[after.index(min(after))] += 1
     return found
+
+
+def slowest(wires: Mapping[bool, Wire]) -> Wire:
+    """Return the wire of the lowest bandwidth."""
+    return min(wires.values(), key=lambda wire: wire.bandwidth)
 
 
 def row_of(plan: Plan, batch: int, orders: Sequence[tuple[str, ...]]) -> list[int]:

@@ -26,7 +26,7 @@ from minidist.observe.link_times import FEW
 from minidist.observe.rank_steps import RankSteps
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.hybrid.layer_timing import measured_costs
-from minidist.plan.adapt import Advice, Adviser, in_words, look_at
+from minidist.plan.adapt import Adviser, PlanChange, in_words, look_at
 from minidist.plan.candidates import RECOMPUTED, SCHEDULES
 from minidist.simulate.here import rough_device
 
@@ -250,7 +250,7 @@ def between_stages(timeline: Any, since: int) -> dict[str, Any]:
     return found
 
 
-def in_a_line(step: int, before: Plan, advice: Advice) -> str:
+def in_a_line(step: int, before: Plan, advice: PlanChange) -> str:
     """Return a change of plan in a line, with its gain and its price."""
     return (
         f"after step {step}: plan {in_words(before)} becomes {in_words(advice.plan)}: gain "
