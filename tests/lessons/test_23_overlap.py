@@ -199,3 +199,9 @@ def test_the_story_says_what_the_clock_says() -> None:
             job = replace(STEP, bandwidth=bandwidth)
             for urgent in (False, True):
                 assert f"{1e3 * lab.scheduled(job, slices, priority=urgent):.1f}" in told
+
+
+@pytest.mark.parametrize("way", lab.WAYS[::3])
+def test_training_steps_take_what_their_blocks_sleep(way: str) -> None:
+    seconds = max(md.run(lab.training_seconds, way, 0.001, steps=4, size=2))
+    assert seconds >= lab.CONFIG.layers * (lab.FORWARD + lab.BACKWARD)
