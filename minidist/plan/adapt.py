@@ -24,7 +24,7 @@ again with what is measured now:
 The bytes are exact: each rank of both plans is made without data, and says which numbers it has
 (state_map.py). Of the plan's other options all stay; recomputation, passes and the schedule too.
 
-Cost: rank 0 plans, the others wait: 0.1 s or more at each question, and at the first one the
+Cost: rank 0 plans, the others wait: 0.1 s or more at each question, and before the first step the
       seconds in which one rank of each way of cutting a layer runs (cells.py).
 
 notes:   N2 §10.1 动态负载均衡 (N2:360)
@@ -221,11 +221,13 @@ class Adviser:
 
         Args:    layers: of each pipeline stage.
         """
-        cluster = self._cluster(look)
-        if cluster is None:
+        for inside in (True, False):
+            if (link := look.slowest(inside=inside)) is not None:
+                self._wires[inside] = Wire("measured", link.alpha, 1 / max(link.beta, 1e-12))
+        if not self._wires:
             return None
         self._answered = look
-        seconds = self._expected(plan, look, cluster)
+        seconds = self._expected(plan, look)
         if (balanced := self._balanced(plan, look, layers)) is not None:
             seconds[balanced[0]] = balanced[1]
         moved = {
@@ -234,9 +236,9 @@ class Adviser:
         }
         if not moved:
             return None
-        link = slowest(self._wires)
+        wire = slowest(self._wires)
         prices = {
-            other: self.first + (plan.size - 1) * link.alpha + nbytes / link.bandwidth
+            other: self.first + (plan.size - 1) * wire.alpha + nbytes / wire.bandwidth
             for other, nbytes in moved.items()
         }
         best = plain_choice(plan, seconds, prices, left)
@@ -245,9 +247,16 @@ class Adviser:
         gain = left * (look.seconds - seconds[best])
         return PlanChange(best, look.seconds, seconds[best], left, gain, prices[best], moved[best])
 
-    def _expected(self, plan: Plan, look: Look, cluster: Cluster) -> dict[Plan, float]:
+    def prepare(self, plan: Plan) -> None:
+        """Run one rank of each way of cutting a layer, so that the first question is as short as
+        the later ones: cells.py keeps what the ranks did."""
+        cluster = self._cluster({True: Wire("any", 0.0, 1e9)})
+        self._estimated(self._rows(plan, cluster), cluster, 1.0)
+
+    def _expected(self, plan: Plan, look: Look) -> dict[Plan, float]:
         """Return the seconds of a step of the present plan, as measured, and of the PRICED others
         that are expected to be the fastest."""
+        cluster = self._cluster(self._wires)
         rows = self._rows(plan, cluster)
         keys = [tuple(row) for row in rows.table.tolist()]
         # row 0 is the present plan
@@ -298,25 +307,17 @@ class Adviser:
         self.first = max(0.0, cost - moving)
         self._answered = None
 
-    def _cluster(self, look: Look) -> Cluster | None:
-        """Return the run's ranks as a cluster with the links that were measured last; None before
-        any was."""
-        for where in (True, False):
-            link = look.slowest(inside=where)
-            if link is not None:
-                self._wires[where] = Wire("measured", link.alpha, 1 / max(link.beta, 1e-12))
-        if not self._wires:
-            return None
-        inside = self._wires.get(True, self._wires.get(False))
-        between = self._wires.get(False, inside)
-        assert inside is not None
+    def _cluster(self, wires: Mapping[bool, Wire]) -> Cluster:
+        """Return the run's ranks as a cluster. Args: wires: inside nodes (True), and between them;
+        one stands for both."""
         counts = Counter(self.nodes)
         even = len(set(counts.values())) == 1
         per_node = len(self.nodes) // len(counts) if even else len(self.nodes)
         nodes = len(self.nodes) // per_node
-        if not even:  # as one node, whose links are as slow as the slowest
-            inside = slowest(self._wires)
-        topology = Topology(per_node, inside, between=between if nodes > 1 else None)
+        # uneven nodes: as one, whose links are as slow as the slowest
+        inside = wires.get(True, slowest(wires)) if even else slowest(wires)
+        between = wires.get(False, inside) if nodes > 1 else None
+        topology = Topology(per_node, inside, between=between)
         return Cluster("job", f"job:{nodes}x{per_node}", self.device, nodes, per_node, topology)
 
     def _rows(self, plan: Plan, cluster: Cluster) -> Candidates:

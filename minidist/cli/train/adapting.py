@@ -33,7 +33,7 @@ from minidist.simulate.here import rough_device
 WINDOW = 8  # steps whose records are judged together
 SETTLE = 2  # steps after the begin, and after a change, that are not judged
 MOST_MESSAGES = 24  # between stages, that a rank received: the newest
-MOST_ASKING = 0.05  # part of the run's time that rank 0 may spend on questions, the first excepted
+MOST_ASKING = 0.05  # part of the run's time that rank 0 may spend on questions
 
 UNKNOWN: dict[str, tuple[tuple[Any, ...], str]] = {
     "elastic": ((None,), "its ranks and so its plan change when some are lost"),
@@ -96,19 +96,22 @@ class Adapting:
         self._first: float | None = None  # seconds of the first step under the plan
         self._change_seconds = 0.0
         world = trainer.world
-        block, *ends = measured_costs(settings.config, world)
-        self._adviser = (
-            Adviser(
+        self._adviser: Adviser | None = None
+        if world.rank == 0:
+            args = settings.args
+            room = args.device_memory or memory_bytes() // world.size
+            self._adviser = Adviser(
                 settings.config,
-                settings.args.batch,
-                rough_device(memory_bytes() // world.size),
+                args.batch,
+                rough_device(room),
                 world.nodes,
-                optimizer=settings.args.optimizer,
-                ends=(ends[0] / block, ends[1] / block),
+                optimizer=args.optimizer,
             )
-            if world.rank == 0
-            else None
-        )
+            self._adviser.prepare(trainer.plan)
+        # the other ranks wait here
+        block, *ends = measured_costs(settings.config, world)
+        if self._adviser is not None:
+            self._adviser.ends = (ends[0] / block, ends[1] / block)
 
     def due(self, step: int) -> bool:
         """Return whether the ranks look at their records after step `step`, from 1."""
@@ -173,14 +176,13 @@ class Adapting:
             adviser.first = self._made + max(0.0, self._first - look.seconds)
         start = time.perf_counter()
         if not adviser.is_news(look) or (
-            self.questions > 1 and self._asking > MOST_ASKING * (start - self._begun)
+            self.questions > 0 and self._asking > MOST_ASKING * (start - self._begun)
         ):
             return None
         left = self.settings.args.steps - self.trainer.steps_done
         layers = stage_layers(self.trainer) or ()
         advice = adviser.advise(self.trainer.plan, look, left=left, layers=layers)
-        if self.questions:
-            self._asking += time.perf_counter() - start
+        self._asking += time.perf_counter() - start
         self.questions += 1
         if advice is None or not advice.pays:
             return None

@@ -65,7 +65,7 @@ def test_a_run_over_a_slow_link_changes_its_plan_once(
     assert (change["step"] - SETTLE) % WINDOW == 0
     assert change["left"] == 40 - change["step"]
     assert change["gain"] > change["price"]
-    assert change["now"] > 2 * change["measured"]["step_seconds"]
+    assert change["now"] > change["measured"]["step_seconds"]
     # the tables count the steps since
     assert found["steps"] == change["left"]
     assert found["plan"] == change["to"]
