@@ -148,13 +148,8 @@ class StepRecorder:
         self._calls, self._worked = spent_in_calls()
 
     def keep(self, newest: "deque[dict[str, Any]]") -> None:
-        """From now on, also append each step to `newest`, with its messages."""
+        """From now on, also append the values of each step to `newest`, without its messages."""
         self._newest = newest
-
-    def take_messages(self) -> dict[str, Any]:
-        """Return the messages since the last step as a step of `keep` has them, and leave them out
-        of the next step."""
-        return {"step": self.step, **self._times.take()}
 
     def begin_anew(self, alike: str) -> None:
         """Leave out the time since the last step and the messages in it; from now on the rank's
@@ -162,7 +157,7 @@ class StepRecorder:
         if alike != self.about["alike"]:
             self.about["alike"] = alike
             self._log.write(_packed(self.about))
-        self.take_messages()
+        self._times.take()
         self._begin()
 
     @contextmanager
@@ -208,10 +203,9 @@ class StepRecorder:
             values |= {"others": round(max(0.0, others), 6), "rss": self._rss.read()}
             if others > max(values["cpu"], MUCH * seconds):
                 values["busy"] = _other_thread()
-        messages = self._times.take()
-        self._log.write(_line(values, messages))
+        self._log.write(_line(values, self._times.take()))
         if self._newest is not None:
-            self._newest.append(values | messages)
+            self._newest.append(values)
         self.step += 1
         self._input = 0.0
         self._bad = None

@@ -1,19 +1,20 @@
 """`minidist train --adapt`: between two steps the ranks ask the planner (plan/adapt.py) whether the
 rest of the run ends sooner under another plan, and change to it if that pays.
 
-    all ranks   after each WINDOW steps: gather the newest records of steps, and of some messages of
-                one number, on rank 0
+    all ranks   after each WINDOW steps: gather the records of these steps and of their messages on
+                rank 0
     rank 0      if they differ from those that it asked about last: ask the planner, tell its answer
     all ranks   if it pays: Trainer.change_plan, and the counts of traffic and memory begin anew
 
-The records are those of steps/N.jsonl (observe/rank_steps.py), kept in memory too; messages between
-stages are those of the timeline.
+The records are those of steps/N.jsonl (observe/rank_steps.py), kept in memory too, and the messages of
+the timeline.
 """
 
 import argparse
 import time
 from collections import deque
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from minidist.simulate.here import rough_device
 
 WINDOW = 8  # steps whose records are judged together
 SETTLE = 2  # steps after the begin, and after a change, that are not judged
-MOST_MESSAGES = 24  # between stages, that a rank received: the newest
+MOST_MESSAGES = 100  # that a rank received: the newest
 MOST_ASKING = 0.05  # part of the run's time that rank 0 may spend on questions
 
 UNKNOWN: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -127,8 +128,11 @@ class Adapting:
         """Look at the newest steps, and change the plan if it pays. Every rank calls it."""
         world = self.trainer.world
         rank = self.report.records.recorder.about
-        messages = [*self._short_messages(), between_stages(self.trainer.recorder, self._since)]
-        told = gather_records(world, [rank, [*self._newest, *messages]])
+        with world.ledger.control():
+            for _ in range(FEW):  # short messages: steps may have only long ones
+                world.all_reduce(np.zeros(world.size, np.float32), algorithm="ring")
+        messages = messages_of(self.trainer.recorder, self._newest[0]["step"])
+        told = gather_records(world, [rank, [*self._newest, messages]])
         record: dict[str, Any] | None = None
         with unhurried(world):
             if told is not None:
@@ -150,20 +154,6 @@ class Adapting:
         if record is not None:
             self._change(record)
         self.report.records.begin_anew()
-
-    def _short_messages(self) -> list[dict[str, Any]]:
-        """Send a number around the ranks FEW times, and return the messages: steps may have only
-        long ones, which do not say what latency is."""
-        world = self.trainer.world
-        recorder = self.report.records.recorder
-        found = []
-        numbers = np.zeros(world.size, np.float32)
-        with world.ledger.control():
-            for _ in range(FEW):
-                recorder.take_messages()
-                world.all_reduce(numbers, algorithm="ring")
-                found.append(recorder.take_messages())
-        return found
 
     def _ask(self, ranks: dict[int, RankSteps]) -> dict[str, Any] | None:
         """Return the change that pays as a record; None if none does."""
@@ -227,9 +217,9 @@ class Adapting:
         return {"questions": self.questions, "changes": self.changes}
 
 
-def between_stages(timeline: Any, since: int) -> dict[str, Any]:
-    """Return the newest messages between stages as a record of steps has messages, from the
-    timeline: records of steps have only those of collectives.
+def messages_of(timeline: Any, since: int) -> dict[str, Any]:
+    """Return the newest messages of a timeline in the form of a record of a step
+    (comm/flight/message_times.py), which has only one message of a link.
 
     Args:    since: the first step, from 0.
     """
@@ -238,12 +228,10 @@ def between_stages(timeline: Any, since: int) -> dict[str, Any]:
         about = span.details
         if len(found["in"]) == MOST_MESSAGES or (about.get("step") or 0) < since:
             break
-        if span.row not in ("messages", "receives") or about["axis"] != "pp":
+        if "message" not in about:
             continue
         group, _, number = about["message"].partition(".")
-        if not number.isdigit():  # of a collective
-            continue
-        name = [int(group, 16) & 0xFFFF, int(number), about["nbytes"]]
+        name = [int(group, 16) & 0xFFFF, crc32(number.encode()), about["nbytes"]]
         start = round(span.start * 1e6)
         if span.row == "messages":
             found["out"].append([about["dst"], *name, start])
