@@ -62,6 +62,7 @@ stages may gain less: the largest error of benchmarks/results/twenty-plans-intel
 NOISE = 0.1
 """The same for a plan that was measured: at another time, when other programs ran beside it."""
 CHANGED = 0.2  # part by which a step must have changed since the last question
+LONGER = 1.5
 LINK_CHANGED = 2.0  # the same for a message, as a factor
 PRICED = 4  # plans, the fastest first, whose moved bytes are counted
 SAMPLED = 16  # ranks at most for which they are counted
@@ -199,10 +200,17 @@ class Adviser:
     _wires: dict[bool, Wire] = field(default_factory=dict)
     _answered: Look | None = None
 
-    def is_news(self, look: Look) -> bool:
-        """Return whether what is measured differs from what the last question was about."""
+    def is_news(self, look: Look, *, dear: bool = False) -> bool:
+        """Return whether what is measured differs from what the last question was about.
+
+        Args:    dear: questions have taken long: only a step that takes LONGER times as long counts.
+        """
         before = self._answered
-        if before is None or abs(look.seconds / before.seconds - 1) > CHANGED:
+        if before is None or look.seconds > LONGER * before.seconds:
+            return True
+        if dear:
+            return False
+        if abs(look.seconds / before.seconds - 1) > CHANGED:
             return True
         for inside in (True, False):
             old = before.slowest(inside=inside)

@@ -34,7 +34,7 @@ from minidist.simulate.here import rough_device
 WINDOW = 8  # steps whose records are judged together
 SETTLE = 2  # steps after the begin, and after a change, that are not judged
 MOST_MESSAGES = 100  # that a rank received: the newest
-MOST_ASKING = 0.05  # part of the run's time that rank 0 may spend on questions
+MOST_ASKING = 0.05  # part of the run's time; with more in questions, they are dear
 
 UNKNOWN: dict[str, tuple[tuple[Any, ...], str]] = {
     "elastic": ((None,), "its ranks and so its plan change when some are lost"),
@@ -165,9 +165,8 @@ class Adapting:
         elif not self.changes and self._first is not None:
             adviser.first = self._made + max(0.0, self._first - look.seconds)
         start = time.perf_counter()
-        if not adviser.is_news(look) or (
-            self.questions > 0 and self._asking > MOST_ASKING * (start - self._begun)
-        ):
+        dear = self._asking > MOST_ASKING * (start - self._begun)
+        if not adviser.is_news(look, dear=dear):
             return None
         left = self.settings.args.steps - self.trainer.steps_done
         layers = stage_layers(self.trainer) or ()
