@@ -21,8 +21,10 @@ import numpy as np
 from minidist.cli.train.axis_traffic import stage_layers
 from minidist.cli.train.settings import Settings
 from minidist.cli.train.telemetry import EARLIER, Telemetry
+from minidist.comm.health.failure import say_line
 from minidist.comm.records import gather_records, hand_out_record, unhurried
 from minidist.console import fail, memory_bytes, plural, size_text
+from minidist.errors import ConfigError, PlanError, ShardError
 from minidist.observe.link_times import FEW
 from minidist.observe.rank_steps import RankSteps
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
@@ -35,6 +37,9 @@ WINDOW = 8  # steps whose records are judged together
 SETTLE = 2  # steps after the begin, and after a change, that are not judged
 MOST_MESSAGES = 100  # that a rank received: the newest
 MOST_ASKING = 0.05  # part of the run's time; with more in questions, they are dear
+
+PLANNERS = (PlanError, ShardError, ConfigError)
+"""Errors of a model or a batch for which the planner has no plan."""
 
 UNKNOWN: dict[str, tuple[tuple[Any, ...], str]] = {
     "elastic": ((None,), "its ranks and so its plan change when some are lost"),
@@ -108,7 +113,10 @@ class Adapting:
                 world.nodes,
                 optimizer=args.optimizer,
             )
-            self._adviser.prepare(trainer.plan)
+            try:
+                self._adviser.prepare(trainer.plan)
+            except PLANNERS as error:
+                self._give_up(error)
         # the other ranks wait here
         block, *ends = measured_costs(settings.config, world)
         if self._adviser is not None:
@@ -158,7 +166,8 @@ class Adapting:
     def _ask(self, ranks: dict[int, RankSteps]) -> dict[str, Any] | None:
         """Return the change that pays as a record; None if none does."""
         adviser = self._adviser
-        assert adviser is not None
+        if adviser is None:
+            return None
         look = look_at(ranks)
         if self.changes and "measured" not in self.changes[-1]:
             self._measured(look.seconds)
@@ -170,7 +179,11 @@ class Adapting:
             return None
         left = self.settings.args.steps - self.trainer.steps_done
         layers = stage_layers(self.trainer) or ()
-        advice = adviser.advise(self.trainer.plan, look, left=left, layers=layers)
+        try:
+            advice = adviser.advise(self.trainer.plan, look, left=left, layers=layers)
+        except PLANNERS as error:
+            self._give_up(error)
+            return None
         self._asking += time.perf_counter() - start
         self.questions += 1
         if advice is None or not advice.pays:
@@ -187,6 +200,11 @@ class Adapting:
             "price": advice.price,
             "nbytes": advice.nbytes,
         }
+
+    def _give_up(self, error: Exception) -> None:
+        """Say why the planner cannot answer; the plan stays."""
+        self._adviser = None
+        say_line(f"minidist train: --adapt: {error}; the plan stays as it is")
 
     def _measured(self, seconds: float) -> None:
         """Add to the record of the last change what it cost, and what a step takes now."""

@@ -90,6 +90,18 @@ def test_a_run_that_gains_nothing_stays(tmp_path: Path) -> None:
     assert found["steps"] == 20
 
 
+def test_a_batch_that_the_planner_cannot_divide_keeps_its_plan(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = trained(
+        "--layers 1 --width 8 --heads 1 --context 8 --batch 3 --validate 4 --quiet --adapt --steps 12",
+        tmp_path,
+    )
+    assert found["adapt"] == {"questions": 0, "changes": []}
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--adapt" in line and "batch of 4" in line
+
+
 @pytest.mark.parametrize(
     "words",
     [
