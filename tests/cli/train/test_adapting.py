@@ -136,25 +136,25 @@ def seconds_of(out: Path) -> float:
 def test_a_link_that_becomes_slow_in_the_middle(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The run that adapts ends before a run under either plan. Blocks sleep 20 ms a sequence, so
+    """The run that adapts ends before a run under either plan. Blocks sleep 40 ms a sequence, so
     that two ranks need no two cores."""
-    over_links(monkeypatch, lambda step: FAST if step < 200 else 2.9e-7)
+    over_links(monkeypatch, lambda step: FAST if step < 150 else 6e-7)
     forward = Block.forward
 
     def slowly(self: Block, x: Tensor, *args: Any) -> Tensor:
         y = forward(self, x, *args)
         if y.requires_grad and not is_simulated():
-            time.sleep(0.02 / 3 * len(x.data))
-            y.register_hook(lambda dy: time.sleep(0.04 / 3 * len(x.data)))
+            time.sleep(0.04 / 3 * len(x.data))
+            y.register_hook(lambda dy: time.sleep(0.08 / 3 * len(x.data)))
         return y
 
     monkeypatch.setattr(Block, "forward", slowly)
     words = (
-        "--layers 4 --width 64 --heads 1 --context 32 --batch 2 --validate 4 --quiet --steps 300"
+        "--layers 4 --width 64 --heads 1 --context 32 --batch 2 --validate 4 --quiet --steps 210"
     )
     adapted = trained(f"{words} --adapt", tmp_path / "adapts")
     (change,) = adapted["adapt"]["changes"]
-    assert 200 < change["step"] <= 200 + 4 * WINDOW
+    assert 150 < change["step"] <= 150 + 4 * WINDOW
     before, after = Plan(**change["from"]), Plan(**change["to"])
     assert (before.dp, after.pp) == (2, 2)
     trained(f"{words} --plan dp=2", tmp_path / "before")
