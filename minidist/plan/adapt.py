@@ -18,11 +18,12 @@ again with what is measured now:
                 this run has trained under has its own, and NOISE more; another has the largest, at
                 least 1, and DOUBT more
     gain        steps left · (measured seconds of a step - the other plan's)
-    price       the state that moves, over the slowest link, and what the first step costs beside a
-                usual one: as at the run's begin, or as the last change measured it
+    price       the state that moves, over the slowest link; and `first`: the seconds in which the
+                trainer is made, and those that its first step takes longer, as at the run's begin,
+                or as the last change measured them
 
 The bytes are exact: each rank of both plans is made without data, and says which numbers it has
-(state_map.py). Of the plan's other options all stay; recomputation, passes and the schedule too.
+(state_map.py). All other options of the plan stay, as recomputation, passes and the schedule.
 
 Cost: rank 0 plans, the others wait: 0.1 s or more at each question, and before the first step the
       seconds in which one rank of each way of cutting a layer runs (cells.py).
@@ -182,9 +183,10 @@ class Adviser:
     """The planner of one run, on rank 0.
 
     Args:       config: the model; batch: sequences of a step; device: rates of a rank's processor,
-                before they are scaled; nodes: of each rank; optimizer: as Trainer's; ends: seconds
-                of the embedding, and of output and loss, in those of a block (layer_timing.py).
-    Attributes: first: seconds that the first step under a plan costs beside a usual one;
+                before they are scaled; nodes: of each rank; optimizer, stage_layers: of the run;
+                ends: seconds of the embedding, and of output and loss, in those of a block
+                (layer_timing.py).
+    Attributes: first: the seconds of a change beside those of the state that moves;
                 ratios: measured seconds / estimated ones, of the row of each plan that was
                 measured.
     """
@@ -194,6 +196,7 @@ class Adviser:
     device: Device
     nodes: Sequence[Hashable]
     optimizer: str = "adamw"
+    stage_layers: str = "even"
     ends: tuple[float, float] = (0.0, 0.0)
     first: float = 0.0
     ratios: dict[tuple[int, ...], float] = field(default_factory=dict)
@@ -369,6 +372,7 @@ class Adviser:
                 algorithm=plan.algorithm,
                 attention=plan.attention,
                 schedule=plan.schedule,
+                stage_layers=self.stage_layers if rows.column("pp")[number] > 1 else "even",
                 device_memory=plan.device_memory,
             )
             found.require(plan.size, self.config)

@@ -112,6 +112,7 @@ class Adapting:
                 rough_device(room),
                 world.nodes,
                 optimizer=args.optimizer,
+                stage_layers=args.stage_layers,
             )
             try:
                 self._adviser.prepare(trainer.plan)
