@@ -62,9 +62,9 @@ DOUBT = 0.2
 stages may gain less: the largest error of benchmarks/results/twenty-plans-intel.md."""
 NOISE = 0.1
 """The same for a plan that was measured: at another time, when other programs ran beside it."""
-CHANGED = 0.2  # part by which a step must have changed since the last question
-LONGER = 1.5
-LINK_CHANGED = 2.0  # the same for a message, as a factor
+CHANGED = 0.2, 2.0
+"""Part by which a step must have changed since the last question, or factor of a message."""
+MUCH_CHANGED = 0.5, 4.0
 PRICED = 4  # plans, the fastest first, whose moved bytes are counted
 SAMPLED = 16  # ranks at most for which they are counted
 LONG = 1 << 10  # bytes of a message that shows the bandwidth of a link
@@ -204,23 +204,20 @@ class Adviser:
     _answered: Look | None = None
 
     def is_news(self, look: Look, *, dear: bool = False) -> bool:
-        """Return whether what is measured differs from what the last question was about.
-
-        Args:    dear: questions have taken long: only a step that takes LONGER times as long counts.
-        """
+        """Return whether what is measured differs from what the last question was about. Args:
+        dear: questions have taken long, so that only much counts."""
         before = self._answered
-        if before is None or look.seconds > LONGER * before.seconds:
+        if before is None:
             return True
-        if dear:
-            return False
-        if abs(look.seconds / before.seconds - 1) > CHANGED:
+        part, factor = MUCH_CHANGED if dear else CHANGED
+        if abs(look.seconds / before.seconds - 1) > part:
             return True
         for inside in (True, False):
             old = before.slowest(inside=inside)
             new = look.slowest(inside=inside)
             if old is not None and new is not None:
-                factor = new.seconds(TYPICAL) / old.seconds(TYPICAL)
-                if not 1 / LINK_CHANGED < factor < LINK_CHANGED:
+                ratio = new.seconds(TYPICAL) / old.seconds(TYPICAL)
+                if not 1 / factor < ratio < factor:
                     return True
         return False
 

@@ -122,6 +122,8 @@ def test_only_news_is_a_question() -> None:
     assert not planner.is_news(replace_seconds(planted(0.9, SLOW / 1.5), 0.9))
     assert not planner.is_news(replace_seconds(look, 1.2), dear=True)
     assert planner.is_news(replace_seconds(look, 1.4), dear=True)
+    assert not planner.is_news(planted(0.9, SLOW * 3), dear=True)
+    assert planner.is_news(planted(0.9, SLOW * 5), dear=True)
 
 
 def test_a_slow_stage_gets_fewer_layers() -> None:
