@@ -440,8 +440,8 @@ def _by_layer(
     if grown.keys() == before.keys() and layer.total() == (one - two).total() == len(grown):
         for kind, call in before.items():
             part = grown[kind].nbytes - call.nbytes
-            layer[grown[kind]._replace(nbytes=part)] = layer.pop(grown[kind])
-            ends[call._replace(nbytes=max(0, call.nbytes - part))] = ends.pop(call)
+            layer[grown[kind]._replace(nbytes=part)] += layer.pop(grown[kind])
+            ends[call._replace(nbytes=max(0, call.nbytes - part))] += ends.pop(call)
     return layer, ends
 
 
