@@ -7,6 +7,7 @@ recorded(group, ...)            steps of DDP that really run, over delayed links
 """
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -347,6 +348,44 @@ def recorded(
 # Seconds of a block's all-reduce in section 6: so long that all-reduces queue.
 SUM = 0.025
 SLICES = 4
+
+
+WAYS = ("DDP", "in turn, 4 slices", "by urgency, 1 slice", "by urgency, 4 slices")
+"""Ways to send the sums of a training step."""
+
+
+def training_seconds(group: Group, way: str, seconds: float, *, steps: int = 8) -> float:
+    """Return the median seconds of training steps, from the batch to the loss, without the first
+    two.
+
+    Args:    way: one of WAYS; seconds: of a block's all-reduce.
+    """
+    network = GPT(CONFIG)
+    network.initialize(seed=0)
+    ids = np.arange(group.size * (CONFIG.context + 1)).reshape(group.size, -1) % CONFIG.vocabulary
+    taken = []
+    with delayed(group, alpha=50e-6, beta=seconds / BLOCK) as slow:
+        if way == "DDP":
+            strategy = DDP(network, slow, bucket_bytes=BLOCK)
+        else:
+            strategy = SlicedDDP(
+                network,
+                slow,
+                bucket_bytes=BLOCK,
+                slice_bytes=BLOCK // (1 if "1 slice" in way else SLICES),
+                priority="urgency" in way,
+            )
+        for block in network.blocks:
+            block.register_forward_hook(lambda module, args, result: time.sleep(FORWARD))
+            block.register_backward_pre_hook(lambda module: time.sleep(BACKWARD))
+        optimizer = SGD(strategy.parameters, 0.1)
+        for _ in range(steps):
+            start = time.perf_counter()
+            strategy.step((ids[:, :-1], ids[:, 1:]), optimizer)
+            taken.append(time.perf_counter() - start)
+        if isinstance(strategy, SlicedDDP):
+            strategy.settle()
+    return statistics.median(taken[2:])
 
 
 def sliced(group: Group, priority: bool, *, times: int = 5) -> list[Timeline]:

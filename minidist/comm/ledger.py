@@ -224,6 +224,16 @@ class Ledger(Observer):
                 )
             ]
 
+    def set_aside(self, phase: str, other: str) -> None:
+        """Move what was counted under `phase` to the phase `other`, so that `phase` begins anew."""
+        with self._lock:
+            for key in [key for key in self._counts if key[0] == phase]:
+                nbytes, messages = self._counts.pop(key)
+                before = self._counts.get((other, *key[1:]), (0, 0))
+                self._counts[(other, *key[1:])] = before[0] + nbytes, before[1] + messages
+            for of, axis, rank in [key for key in self._sent_to if key[0] == phase]:
+                self._sent_to[other, axis, rank] += self._sent_to.pop((of, axis, rank))
+
     def clear(self) -> None:
         """Delete all counts; subscribers stay."""
         with self._lock:

@@ -31,6 +31,7 @@ class FiniteWatch:
     finite."""
 
     def __init__(self, model: Module, tell: Tell) -> None:
+        self.model = model
         self._tell = tell
         self._blocks = [
             (path, module) for path, module in model.named_modules() if isinstance(module, Block)

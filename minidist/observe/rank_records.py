@@ -46,9 +46,19 @@ class RankRecords:
             run,
             goes_on=trainer.steps_done > 0,
             first_step=trainer.steps_done,
-            alike=f"pp{trainer.mesh.coordinates['pp']}",
+            alike=self._stage(),
         )
         self.watch = FiniteWatch(trainer.model, self.recorder.not_finite)
+
+    def _stage(self) -> str:
+        return f"pp{self.trainer.mesh.coordinates['pp']}"
+
+    def begin_anew(self) -> None:
+        """Leave out the time since the last step. If the plan has changed, watch its model."""
+        if self.watch.model is not self.trainer.model:
+            self.watch.close()
+            self.watch = FiniteWatch(self.trainer.model, self.recorder.not_finite)
+        self.recorder.begin_anew(self._stage())
 
     def input(self) -> AbstractContextManager[None]:
         """Return a context that records the wait for the batch."""

@@ -37,6 +37,7 @@ import os
 import platform
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -124,19 +125,17 @@ class StepRecorder:
         self._times = world.ledger.times = MessageTimes(
             world.world_rank, world.transport.world_size
         )
-        self._log.write(
-            _packed(
-                {
-                    "time": round(time.time(), 3),
-                    "rank": world.world_rank,
-                    "size": world.transport.world_size,
-                    "pid": os.getpid(),
-                    "alike": alike,
-                    "host": platform.node(),
-                    "clock": time.time() - time.perf_counter(),
-                }
-            )
-        )
+        self.about = {
+            "time": round(time.time(), 3),
+            "rank": world.world_rank,
+            "size": world.transport.world_size,
+            "pid": os.getpid(),
+            "alike": alike,
+            "host": platform.node(),
+            "clock": time.time() - time.perf_counter(),
+        }
+        self._log.write(_packed(self.about))
+        self._newest: deque[dict[str, Any]] | None = None
         self._rss = _ResidentBytes() if self._alone else None
         self._bad: list[str | float] | None = None
         self._input = 0.0
@@ -147,6 +146,19 @@ class StepRecorder:
         self._cpu = time.thread_time()
         self._all = time.process_time()
         self._calls, self._worked = spent_in_calls()
+
+    def keep(self, newest: "deque[dict[str, Any]]") -> None:
+        """From now on, also append the values of each step to `newest`, without its messages."""
+        self._newest = newest
+
+    def begin_anew(self, alike: str) -> None:
+        """Leave out the time since the last step and the messages in it; from now on the rank's
+        work is `alike`."""
+        if alike != self.about["alike"]:
+            self.about["alike"] = alike
+            self._log.write(_packed(self.about))
+        self._times.take()
+        self._begin()
 
     @contextmanager
     def input(self) -> Iterator[None]:
@@ -192,6 +204,8 @@ class StepRecorder:
             if others > max(values["cpu"], MUCH * seconds):
                 values["busy"] = _other_thread()
         self._log.write(_line(values, self._times.take()))
+        if self._newest is not None:
+            self._newest.append(values)
         self.step += 1
         self._input = 0.0
         self._bad = None

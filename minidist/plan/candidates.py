@@ -107,11 +107,12 @@ def candidates(
     precision: str = "bf16",
     offload: bool = True,
     devices: int | None = None,
+    rows: Sequence[int] = ROWS,
 ) -> Candidates:
     """Return all candidates for a model on a cluster.
 
     Args:    devices: number of the cluster's devices to use (default: all); offload: whether plans
-             may offload.
+             may offload; rows: sequences that a microbatch may have.
     Raises:  ConfigError if no plan divides the batch equally; it names a batch that works.
     """
     size = devices or cluster.size
@@ -119,7 +120,7 @@ def candidates(
     found = [
         row
         for axes in _axes(config, size, cluster.per_node)
-        for row in _rows(config, axes, batch, cluster, orders, offload)
+        for row in _rows(config, axes, batch, cluster, orders, offload, rows)
     ]
     if not found:
         raise ConfigError(
@@ -164,6 +165,7 @@ def _rows(
     cluster: Cluster,
     orders: Sequence[tuple[str, ...]],
     offload: bool,
+    sizes: Sequence[int],
 ) -> Iterator[tuple[int, ...]]:
     """Yield all plans with these sizes of the axes."""
     dp, pp, ep, cp, tp = axes
@@ -173,7 +175,7 @@ def _rows(
     copies = dp * ep * cp
     stages = [0] if copies == 1 else [0, 1, 2, 3]
     shard = _in_node(copies, tp, cluster)
-    for rows in ROWS:
+    for rows in sizes:
         pieces = part // rows
         if part % rows or pp > 1 and pieces < pp:
             continue

@@ -198,8 +198,7 @@ class Cells:
                 )
                 for layers in (1, 2)
             )
-            layer = two - one
-            self._calls[tp, zero] = layer, one - layer
+            self._calls[tp, zero] = _by_layer(one, two)
         return self._calls[tp, zero]
 
     def data_kernels(self, tp: int, zero: int) -> tuple[float, float]:
@@ -424,6 +423,26 @@ def walk(trace: RankTrace, seconds: Sequence[float], price: Price) -> dict[str, 
             axis = axis_of[event.id]
             waits[phase][axis] = waits[phase].get(axis, 0.0) + waited
     return {name: PhaseSeconds(compute[name], waits[name]) for name in PHASES}
+
+
+def _by_layer(
+    one: Counter[GroupCall], two: Counter[GroupCall]
+) -> tuple[Counter[GroupCall], Counter[GroupCall]]:
+    """Return the calls of a layer and of the ends, from those of models of one and of two layers.
+
+    A call that is larger in the second, and not one more, is of a bucket with room for several
+    layers: the layer's part of it counts as a call.
+    """
+    layer = two - one
+    ends = one - layer
+    grown = {call._replace(nbytes=0): call for call in layer}
+    before = {call._replace(nbytes=0): call for call in one - two}
+    if grown.keys() == before.keys() and layer.total() == (one - two).total() == len(grown):
+        for kind, call in before.items():
+            part = grown[kind].nbytes - call.nbytes
+            layer[grown[kind]._replace(nbytes=part)] += layer.pop(grown[kind])
+            ends[call._replace(nbytes=max(0, call.nbytes - part))] += ends.pop(call)
+    return layer, ends
 
 
 def _difference(more: PhaseSeconds, less: PhaseSeconds) -> PhaseSeconds:

@@ -46,6 +46,7 @@ from functools import cached_property
 import numpy as np
 
 from minidist.nn import GPTConfig
+from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.hybrid.plan_checks import AXES
 from minidist.parallel.zero.memory_formula import Each
 from minidist.plan.call_columns import ITEMSIZE, CallColumns
@@ -514,19 +515,25 @@ class Columns:
     ) -> np.ndarray:
         """Return the exposed seconds of the data axis's calls once per step: ZeRO-0 and 1 reduce,
         ZeRO-1 and 2 gather, and copies of the state are summed. The last call is never hidden,
-        because nothing is left to compute."""
+        because nothing is left to compute; of ZeRO-0 and 1 that is a bucket, and of a small model
+        all."""
         layers = self.layers
+        bucket = np.where(self.zero <= 1, np.minimum(1.0, BUCKET_BYTES / self._sent_bytes()), 0.0)
         piped = self.pp > 1
         half = self.end
         reduced = layers * dp["reduce"] + half * dp["ends reduce"]
         hidden = np.where(piped, 0.0, backward)
         once = np.where(
-            self.zero <= 1, np.maximum(self.table * dp["ends reduce"], reduced - hidden), 0.0
+            self.zero <= 1,
+            np.maximum.reduce([self.table * dp["ends reduce"], bucket * reduced, reduced - hidden]),
+            0.0,
         )
         gathers = layers * dp["gather"] + half * dp["ends gather"]
         late = np.where(
             (self.zero == 1) | (self.zero == 2),
-            np.maximum(self.table * dp["ends gather"], gathers - forward),
+            np.maximum.reduce(
+                [self.table * dp["ends gather"], bucket * gathers, gathers - forward]
+            ),
             0.0,
         )
         # the sums of a unit begin when the next unit's reduction does
@@ -535,6 +542,11 @@ class Columns:
             layers * dp["copies"] + half * dp["ends copies"] - hidden,
         )
         return np.where(self.copies > 1, once + late + copies, 0.0)
+
+    def _sent_bytes(self) -> np.ndarray:
+        """Return the bytes of all gradients of a rank."""
+        numbers = self.layers * self.per_layer["numbers"] + self.end * self.per_ends["numbers"]
+        return np.asarray(numbers * ITEMSIZE[self.found.precision])
 
     def _offload(self, numbers: np.ndarray, forward: np.ndarray) -> np.ndarray:
         """Return the exposed seconds of moving `numbers` of a rank to and from host or disk;

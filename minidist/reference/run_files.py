@@ -71,7 +71,8 @@ KEYS = {
     "validation_loss": "loss of held-out text; null if none was measured",
     "step_seconds": "median seconds of a step",
     "tokens_per_second": "of the whole job",
-    "steps": "steps of this job, without those before `--resume`",
+    "steps": "steps of this job, without those before `--resume`, or before the last change of "
+    "plan with `--adapt`: those that bytes and messages count",
     "resumed_from": "steps that were done before; null for a new run",
     "checkpoint": "folder, steps and seconds of the saves, and the goodput; null without saves",
     "vocabulary": "the symbols of the data",
@@ -92,6 +93,9 @@ KEYS = {
     "verify": "differences from one process; with `--verify`",
     "experts": "tokens that chose each expert, and that it processed; with `--experts`",
     "activation_choice": "what each layer computes again; with `--activation-memory`",
+    "adapt": "with `--adapt`: how often the planner was asked, and each change of plan: step, from, "
+    "to, seconds of a step measured before (`now`), expected (`then`) and measured after, steps "
+    "left, gain and price in seconds, bytes to move to a rank",
     "elastic": "generations of an elastic job: size, ranks that joined and were lost",
     "generation": "number of the last generation; of an elastic job",
     "generations": "the generation of each step; of an elastic job",

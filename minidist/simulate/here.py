@@ -21,10 +21,15 @@ Ranks of `here` are on one host.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
+
+from minidist.autograd.tensor import Tensor
 from minidist.comm.cost.link_model import (
     ComputationCost,
     LinkCost,
@@ -39,6 +44,9 @@ from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import Device, Efficiency
 from minidist.simulate.topology import Topology, Wire
 from minidist.simulate.trace import RankTrace
+
+ROUNDS = 9
+"""How often `rough_device` measures each figure."""
 
 TRANSPORTS = ("shm", "tcp", "mpi", "threads")
 """Link classes, the one that `auto` takes between ranks of a host first."""
@@ -127,6 +135,55 @@ def device_of(
         kind="cpu",
         efficiency=efficiency,
     )
+
+
+def rough_device(room: int) -> Device:
+    """Return this rank's processor as some 20 ms of products, copies and ops show it: for plans that
+    are compared with a measured one, to whose seconds the rates are scaled.
+
+    Args:    room: bytes of memory.
+    """
+    small, large = 48, 256
+    x = Tensor(np.ones(8, np.float32), requires_grad=True)
+    whole = np.ones(1 << 23, np.float32)
+    other = np.empty_like(whole)
+    rates = {}
+    for side in (small, large):
+        a = np.ones((side, side), np.float32)
+        rates[side] = 2 * side**3 / _shortest(partial(np.matmul, a, a))
+    # rate of a product = peak / (1 + 3 half / side), as Rates has it
+    slope = rates[small] / small - rates[large] / large
+    half = max(0.0, rates[large] - rates[small]) / 3 / slope if slope > 0 else 0.0
+    peak = rates[large] * (1 + 3 * half / large)
+    b = np.ones((large, large))
+    double = 2 * large**3 / _shortest(partial(np.matmul, b, b))
+    launch = _shortest(partial(np.add, x.data, x.data))
+    return Device(
+        "this processor",
+        {"float32": peak, "float64": double},
+        room,
+        2 * whole.nbytes / _shortest(partial(np.copyto, other, whole)),
+        kind="cpu",
+        efficiency=Efficiency(
+            matmul_share=1.0,
+            half=half,
+            attention_share=1.0,
+            memory_share=1.0,
+            launch=launch,
+            shortest=0.0,
+            python=max(0.0, _shortest(lambda: x + x) - launch),
+        ),
+    )
+
+
+def _shortest(work: Callable[[], Any]) -> float:
+    """Return the seconds of the quickest of ROUNDS calls."""
+    found = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)
 
 
 def _wire(name: str, cost: LinkCost | None) -> Wire:

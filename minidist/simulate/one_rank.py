@@ -20,6 +20,7 @@ from minidist.device.backend import index_range, simulated
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.state.state_map import Place, state_places
 from minidist.simulate import recording
 from minidist.simulate.recording import RecordedAccount
 from minidist.simulate.shape_module import module
@@ -107,6 +108,27 @@ def run_rank(
         trace.parameters = sum(parameter.size for parameter in trainer.model.parameters())
         trainer.close()
     return trace
+
+
+def rank_places(
+    plan: Plan, config: GPTConfig, rank: int, *, optimizer: str = "adamw"
+) -> list[Place]:
+    """Return the places of the state that a rank of a plan has, without making its arrays."""
+    from minidist.parallel.hybrid.hybrid import Trainer
+
+    sim = SimRank(plan, config, rank, config.context, "cpu")
+    modules = {device: module(device) for device in ("cpu", "cuda")}
+    memory = RecordedAccount(sim.tape)
+    with (
+        simulated(modules),
+        account.use(memory),
+        recording.begun(sim.tape),
+        recording.pause(),
+    ):
+        trainer = Trainer(plan, config, SimGroup.world_of(sim), optimizer=optimizer)
+        places = state_places(trainer.strategy, trainer.optimizer)
+        trainer.close()
+    return places
 
 
 def _behind(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:

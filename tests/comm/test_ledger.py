@@ -284,6 +284,18 @@ def test_bytes_are_counted_by_receiver():
     assert ledger.sent_to() == {}
 
 
+def test_a_phase_that_begins_anew_loses_no_count():
+    ledger = Ledger()
+    for nbytes in (8, 16, 32):
+        ledger.record("dp", "send", "direct", nbytes, phase="step", to={1: nbytes})
+        if nbytes < 32:
+            ledger.set_aside("step", "before")
+    assert ledger.sent_bytes("step") == {"dp": {"send": 32}}
+    assert ledger.sent_bytes("before") == {"dp": {"send": 24}}
+    assert ledger.messages() == {"dp": {"send": 3}}
+    assert (ledger.sent_to("step"), ledger.sent_to()) == ({1: {"dp": 32}}, {1: {"dp": 56}})
+
+
 def test_two_subscribers_and_only_one_leaves():
     ledger = Ledger()
     first = []

@@ -3,6 +3,7 @@ tables say."""
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from filling import assert_named, graded, right
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import minidist as md
 from minidist import lessons
 from minidist.grading import load_module
 from minidist.observe.step_bound import lower_bound, plain_critical_path
@@ -199,3 +201,9 @@ def test_the_story_says_what_the_clock_says() -> None:
             job = replace(STEP, bandwidth=bandwidth)
             for urgent in (False, True):
                 assert f"{1e3 * lab.scheduled(job, slices, priority=urgent):.1f}" in told
+
+
+@pytest.mark.parametrize("way", lab.WAYS[::3])
+def test_training_steps_take_what_their_blocks_sleep(way: str) -> None:
+    seconds = max(md.run(partial(lab.training_seconds, steps=4), way, 0.001, size=2))
+    assert seconds >= lab.CONFIG.layers * (lab.FORWARD + lab.BACKWARD)

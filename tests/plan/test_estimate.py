@@ -1,10 +1,12 @@
 """The fast path beside the replay: memory and seconds of plans of all kinds, and what must not
 depend on what."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from minidist.nn import GPTConfig
+from minidist.nn import GPT, GPTConfig
 from minidist.parallel.pipeline.instructions import BackwardInput, BackwardWeights
 from minidist.parallel.pipeline.schedule_checker import peak_held
 from minidist.parallel.pipeline.schedules import make_schedule
@@ -13,6 +15,7 @@ from minidist.plan.estimate import TERMS, Estimates, Estimator
 from minidist.plan.ranking import plan_words
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.simulate import simulate
+from minidist.simulate.topology import Topology, Wire
 
 CONFIG = GPTConfig(
     vocabulary=4096, context=2048, layers=4, width=2048, heads=16, positions="rotary"
@@ -215,3 +218,24 @@ def test_all_terms_are_there_and_none_is_negative(estimates: Estimates) -> None:
     assert set(estimates.seconds) == set(TERMS)
     for spent in (*estimates.seconds.values(), *estimates.memory.values()):
         assert np.isfinite(spent).all() and (spent >= 0).all()
+
+
+def test_a_small_model_sends_one_bucket_which_nothing_hides() -> None:
+    """Over a slow link: its layers share a bucket of gradients, complete when backward ends."""
+    config = GPTConfig(vocabulary=64, context=32, layers=4, width=64, heads=4, dtype="float32")
+    slow = Topology(2, Wire("slow", 1e-5, 3e6))
+    cluster = replace(CLUSTER, nodes=1, per_node=2, topology=slow)
+    found = candidates(config, cluster, batch=8, precision="fp32", offload=False)
+    wanted = number_of(found, dict(dp=2, pieces=1))
+    model = Estimator(config, cluster, precision="fp32")
+    plan = found.plan(wanted)
+    replay = simulate(plan, config, cluster, batch=8).step_seconds
+    seconds = model.of(found.only(np.array([wanted]))).step_seconds[0]
+    assert seconds == pytest.approx(replay, rel=0.05)
+    assert seconds > 4 * config.numbers / 3e6
+    layer, ends = model.cells.data_calls(1, 0)
+    sent = [
+        sum(call.nbytes * count for call, count in calls.items() if call.verb == "all_reduce")
+        for calls in (layer, ends)
+    ]
+    assert 4 * sent[0] + sent[1] == 4 * sum(p.size for p in GPT(config).parameters())

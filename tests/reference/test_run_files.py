@@ -27,7 +27,7 @@ def test_a_run_has_the_files_and_keys_of_the_page(tmp_path) -> None:
     assert {"why.png", "report.html", "step-N/manifest.json"} <= found
     metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     assert set(metrics) - set(KEYS) == set()
-    only = {"activation_choice", "elastic", "generation", "generations"}
+    only = {"activation_choice", "adapt", "elastic", "generation", "generations"}
     assert set(KEYS) - set(metrics) == only
     line = json.loads((run / STEP_LOG).read_text(encoding="utf-8").splitlines()[0])
     assert list(line) == list(STEP_KEYS)

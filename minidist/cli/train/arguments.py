@@ -122,6 +122,12 @@ def _job(add: Add) -> None:
         "of one process, for debugging (default: mpi under mpirun, else auto)",
     )
     add(
+        "--adapt",
+        action="store_true",
+        help="measure stages and links while training, ask the planner, and change the plan when "
+        "what the rest of the run gains by it exceeds what the change costs",
+    )
+    add(
         "--bucket-bytes",
         type=bucket_size,
         metavar="SIZE|auto",

@@ -8,6 +8,7 @@ minidist train --resume RUN               # continues from the newest checkpoint
 """
 
 import argparse
+import time
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any
 
 from minidist.cli.limits import keep_to_cores, limits_of, require_own_ranks
 from minidist.cli.train import from_published
+from minidist.cli.train.adapting import Adapting, check_adapt
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.attempts import by_itself, together
 from minidist.cli.train.axis_traffic import stage_layers
@@ -100,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     plan = settings.plan(size)
     plan.require(size, settings.config)
     plan.require_model(settings.config)
+    check_adapt(args, plan)
     here = size if starts_ranks else launch.local_size
     settings.require_memory(plan, here, processes=0 if as_threads else here)
     if starts_ranks and args.transport == "mpi":
@@ -186,6 +189,7 @@ def train(
     )
     if lives is None:
         timeline.follow(world.ledger, waits=args.why, receives=True)
+    start = time.perf_counter()
     trainer = Trainer(
         settings.plan_on(world),
         settings.config,
@@ -193,6 +197,7 @@ def train(
         recorder=timeline,
         **settings.trainer_options(),
     )
+    made = time.perf_counter() - start
     settings = replace(settings, config=trainer.config)
     trainer.require_room(args.batch)
     timeline.follow_memory(trainer.account)
@@ -210,11 +215,12 @@ def train(
     report = Telemetry(
         report_of(settings, console, on_terminal=on_terminal), trainer, settings, threads=threads
     )
+    adapting = Adapting(trainer, settings, report, made=made) if args.adapt else None
     saves = Saves() if lives is None else lives.saves
     saver = Saver(trainer, settings, told or Told(), report, saves) if args.save_every else None
     try:
         course = (
-            train_steps(trainer, settings, report, saver)
+            train_steps(trainer, settings, report, saver, adapting)
             if lives is None
             else elastic_steps(trainer, settings, report, lives, saver)
         )

@@ -62,9 +62,10 @@ def result_metrics(
         "step_seconds": course.step_seconds,
         "tokens_per_second": tokens / course.step_seconds if course.step_seconds else 0.0,
         "steps": trainer.steps_here,
-        "resumed_from": trainer.steps_before if settings.resume else None,
+        "resumed_from": course.steps_before if settings.resume else None,
         "checkpoint": saver and saver.record(),
         "vocabulary": settings.text.symbols,
+        **({} if course.adapt is None else {"adapt": course.adapt}),
         "config": asdict(settings.config),
         "data_left_out": settings.text.left_out,
         "options": {

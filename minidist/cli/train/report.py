@@ -145,6 +145,9 @@ def _print_summary(console: Console, metrics: Metrics) -> None:
             "of the last",
             markup=False,
         )
+    if "adapt" in metrics:
+        for line in adapt_lines(metrics["adapt"]):
+            console.print(line, markup=False, soft_wrap=True)
     if metrics["skipped_steps"]:
         console.print(
             f"{plural(metrics['skipped_steps'], 'step')} skipped, whose gradients overflowed "
@@ -152,6 +155,19 @@ def _print_summary(console: Console, metrics: Metrics) -> None:
             markup=False,
         )
     console.print()
+
+
+def adapt_lines(adapt: Metrics) -> list[str]:
+    """Return what --adapt did, in lines: each change with its gain and its price, then what the
+    tables count."""
+    changes = adapt["changes"]
+    asked = f"the planner was asked {plural(adapt['questions'], 'time')}"
+    if not changes:
+        return [f"{asked}; no change of plan paid"]
+    return [
+        *(change["line"] for change in changes),
+        f"{asked}; the tables are of the steps under the last plan",
+    ]
 
 
 def _print_measured(console: Console, metrics: Metrics) -> None:

@@ -88,6 +88,7 @@ OF_THE_PLAN = (
 )
 OF_AN_ELASTIC_JOB = ("elastic", "max_restarts", "spares", "elastic_wait", "peer_copies")
 MAY_CHANGE = (
+    "adapt",
     *OF_THE_PLAN,
     *OF_AN_ELASTIC_JOB,
     "ranks",

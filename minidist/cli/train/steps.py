@@ -5,12 +5,14 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from minidist.cli.train.adapting import Adapting
 from minidist.cli.train.fitting import MEASURED, choose_steps, chooses_steps
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.saving import Saver
 from minidist.cli.train.settings import Settings
+from minidist.cli.train.telemetry import sent_in_steps
 from minidist.cli.train.verify import STEPS, Weights
 from minidist.parallel.hybrid.cuda_graph import CapturedStep
 from minidist.parallel.hybrid.hybrid import Trainer
@@ -23,13 +25,16 @@ class Course:
 
     Attributes: losses: global, of all steps, including those before a resumed job; seconds: of each
                 step of this job, on this rank; seconds_before: seconds per step of an earlier job;
-                early: with --verify, the early weights.
+                early: with --verify, the early weights; steps_before: steps before this job;
+                adapt: with --adapt, the questions and the changes of plan.
     """
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     seconds_before: float = 0.0
     early: Weights | None = None
+    steps_before: int = 0
+    adapt: dict[str, Any] | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -66,7 +71,11 @@ def _arrived(on_their_way: deque[StartedStep], leave: int) -> list[tuple[float, 
 
 
 def train_steps(
-    trainer: Trainer, settings: Settings, report: ProgressReport, saver: Saver | None = None
+    trainer: Trainer,
+    settings: Settings,
+    report: ProgressReport,
+    saver: Saver | None = None,
+    adapting: Adapting | None = None,
 ) -> Course:
     """Make every step. A loss that is not known when its step returns is read after the next step
     was started.
@@ -74,6 +83,7 @@ def train_steps(
     Raises:  Stopped, once the state is saved, if the saver says that the job is to stop.
     """
     course = begun(settings)
+    course.steps_before = trainer.steps_done
     args = settings.args
     ledger = trainer.world.ledger
     choosing = chooses_steps(args)
@@ -86,7 +96,7 @@ def train_steps(
         """Return the bytes that this rank has sent in all steps so far."""
         return sum(
             sum(verbs.values())
-            for axis, verbs in ledger.sent_bytes("step").items()
+            for axis, verbs in sent_in_steps(ledger).items()
             if axis != "control"
         )
 
@@ -100,6 +110,8 @@ def train_steps(
             course.losses.append(loss)
             course.seconds.append((last - since) / len(there))
             report.step(len(course.losses), loss, tokens / course.seconds[-1], made.sent_bytes)
+            if adapting is not None:
+                adapting.step_done(len(course.losses), course.seconds[-1])
 
     def seconds_so_far() -> float:
         """Return the seconds per step, after waiting for all losses so far."""
@@ -126,8 +138,13 @@ def train_steps(
                 course.early = trainer.state_dict()
             if saver is not None:
                 saver.after_step(course.losses, seconds_so_far)
+            if adapting is not None and adapting.due(step + 1):
+                read()
+                adapting.look()
         if saver is not None:
             saver.settle()
     finally:
         report.close()
+    if adapting is not None:
+        course.adapt = adapting.record()
     return course

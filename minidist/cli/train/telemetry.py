@@ -1,6 +1,7 @@
 """The records of each step of `minidist train`, besides its progress: energy, metrics.jsonl, step
 records, and --metrics-port."""
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -9,6 +10,7 @@ from typing import Any
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.settings import Settings
 from minidist.comm.health.failure import say_line
+from minidist.comm.ledger import Ledger
 from minidist.comm.records import gather_records
 from minidist.device.account import CATEGORIES
 from minidist.launch.transports import THREADS
@@ -19,6 +21,9 @@ from minidist.observe.rank_records import RankRecords
 from minidist.observe.step_log import STEP_LOG, StepLog, StepState
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.step import Batch
+
+EARLIER = "step of an earlier plan"
+"""Phase of the ledger under which the steps before a change of plan are counted."""
 
 LOOK = 1.0  # seconds of steps, then a line is printed if other programs slow this one down
 
@@ -108,7 +113,7 @@ class Telemetry(ProgressReport):
             loss,
             self.args.batch * self.args.context / tokens_per_second,
             tokens_per_second,
-            world.ledger.sent_bytes("step"),
+            sent_in_steps(world.ledger),
             memory,
             joules,
             self.meter.source,
@@ -116,6 +121,11 @@ class Telemetry(ProgressReport):
         self.log.write(state.line(time.time()))
         if self.exporter is not None:
             self.exporter.show(state)
+
+    def changed(self, change: dict[str, Any]) -> None:
+        """Write a change of plan into the log, between the lines of two steps."""
+        if self.log is not None:
+            self.log.write(json.dumps({"change": change}, separators=(",", ":")).encode() + b"\n")
 
     def input(self) -> AbstractContextManager[None]:
         return self.records.input()
@@ -156,6 +166,17 @@ class Telemetry(ProgressReport):
         return energy_of_run(
             records, steps=steps, tokens=steps * self.args.batch * self.args.context
         )
+
+
+def sent_in_steps(ledger: Ledger) -> dict[str, dict[str, int]]:
+    """Return the bytes that this rank has sent in steps so far, {axis: {verb: bytes}}, under all
+    plans."""
+    found = ledger.sent_bytes("step")
+    for axis, verbs in ledger.sent_bytes(EARLIER).items():
+        for verb, nbytes in verbs.items():
+            mine = found.setdefault(axis, {})
+            mine[verb] = mine.get(verb, 0) + nbytes
+    return found
 
 
 def _bus_id() -> str:

@@ -56,6 +56,10 @@ def section(run: RunFiles) -> Section:
             },
         )
     )
+    found.lines += [
+        f"A change of plan {change['line']}."
+        for change in run.metrics.get("adapt", {}).get("changes", [])
+    ]
     if run.steps:
         seconds = [line["seconds"] for line in run.steps]
         found.lines.append(

@@ -67,6 +67,15 @@ class _MachineFigures(msgspec.Struct):
     versions: dict[str, str] = {}
 
 
+class _Change(msgspec.Struct):
+    line: str
+
+
+class _Adapt(msgspec.Struct):
+    changes: list[_Change] = []
+    questions: Count = 0
+
+
 class _MetricsFile(msgspec.Struct):
     """The fields of metrics.json: required ones, which are written first, and optional ones with
     defaults."""
@@ -88,6 +97,7 @@ class _MetricsFile(msgspec.Struct):
     optimizer_moments: Count = 0
     skipped_steps: Count = 0
     resumed_from: Seconds | None = None
+    adapt: _Adapt = msgspec.field(default_factory=_Adapt)
     versions: dict[str, str] = {}
     machine: _MachineFigures = msgspec.field(default_factory=_MachineFigures)
     options: dict[str, Any] = {}
