@@ -144,7 +144,7 @@ def test_minidist_takes_the_options(rehearsed, monkeypatch, tmp_path, sections):
         for line in each.commands
         if "-m minidist bench" in line or "-m minidist train" in line
     ]
-    assert len(lines) == 9
+    assert len(lines) == 10
     for line in lines:
         words = shlex.split(line.split("-m minidist ")[1])
         assert main(words) == 2, words
