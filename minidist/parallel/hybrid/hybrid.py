@@ -32,7 +32,6 @@ from minidist.data.rank_batch import BatchMeeting, check_batch, with_digests
 from minidist.device.account import MemoryAccount
 from minidist.device.account import current as current_account
 from minidist.device.allocator import tune_allocator
-from minidist.device.backend import Array
 from minidist.errors import CheckpointError, ConfigError, ShapeError
 from minidist.nn import DropoutKey, GPTConfig
 from minidist.optim import LR_SCHEDULES, SGD, Adam, AdamW, LearningRate, Optimizer, RMSProp
@@ -53,7 +52,7 @@ from minidist.parallel.step.flat import untrained
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import weights_digest
-from minidist.parallel.step.step import Batch, micro_parts, part_of
+from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
 from minidist.parallel.step.strategy import Strategy
 
 __all__ = ["AXES", "OPTIMIZERS", "LR_SCHEDULES", "Mesh", "Plan", "Trainer"]
@@ -176,7 +175,7 @@ class Trainer:
                 self.mesh,
                 plan,
                 seed=self.seed,
-                key=lambda part: self._key(part.inputs, part.first),
+                key=self._key,
                 device=self._device,
                 precision=self.precision,
                 recorder=self.recorder,
@@ -204,12 +203,12 @@ class Trainer:
         MemoryLimitError."""
         require_room(self.plan, self.model, self.account, sequences)
 
-    def _key(self, inputs: Array, first: int) -> DropoutKey | None:
+    def _key(self, part: Part) -> DropoutKey | None:
         """Return the dropout key of some rows, by step and global token, so that the split does not
         change it; None without dropout."""
         if not self._draws:
             return None
-        return DropoutKey.of_sequences(self.seed, self.steps_done, first, *inputs.shape)
+        return DropoutKey.of_sequences(self.seed, self.steps_done, part.first, *part.inputs.shape)
 
     @property
     def lr(self) -> float:

@@ -1,6 +1,7 @@
 """Composed plans: dp × pp × tp equals one process, sends what its chapters say, refuses what does
 not go together."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -135,7 +136,7 @@ BUGS = [
         "own dropout rows",
         Trainer,
         "_key",
-        lambda right, self, inputs, first: right(self, inputs, 0),
+        lambda right, self, part: right(self, replace(part, first=0)),
     ),
     Bug(
         "loss of all tensor ranks",
