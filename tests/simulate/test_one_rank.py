@@ -25,7 +25,7 @@ from minidist.simulate.one_rank import run_rank
 from minidist.simulate.trace import RankTrace
 
 SMALL: dict[str, Any] = {"vocabulary": 48, "context": 16, "layers": 2, "width": 16, "heads": 4}
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+SCHEDULES = ("naive", "1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 CALM = 0.001
 """The issue's bound of memory: 0.1 %."""
 

@@ -35,7 +35,7 @@ from minidist.autograd.tensor import Tensor, no_grad, tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT
-from minidist.parallel.pipeline.instructions import Schedule
+from minidist.parallel.pipeline.instructions import RecvActivation, RecvGradient, Schedule
 from minidist.parallel.pipeline.stages import StageModel, StagePass
 from minidist.parallel.step.step import Part, micro_parts
 
@@ -116,7 +116,7 @@ class ModelParallel(StageModel):
         x = None
         if not self.first:
             with self.recorder.span("wait for the activation"):
-                x = self.group.recv(src=rank - 1)
+                x = self.group.recv(src=rank - 1, out=work.room(RecvActivation(rank, number)))
         with self.recorder.span("forward", rows=len(work.parts[number].inputs)):
             y = work.forward(rank, number, x)
         if y is not None:
@@ -129,7 +129,7 @@ class ModelParallel(StageModel):
         dy = None
         if not self.last:
             with self.recorder.span("wait for the gradient"):
-                dy = self.group.recv(src=rank + 1)
+                dy = self.group.recv(src=rank + 1, out=work.room(RecvGradient(rank, number)))
         with self.recorder.span("backward"):
             dx = work.backward(rank, number, dy, whole=True)
         if dx is not None:
