@@ -71,6 +71,7 @@ def test_a_run_over_a_slow_link_changes_its_plan_once(
     assert found["plan"] == change["to"]
     sent = sum(sum(rank["sent_bytes"]["pp"].values()) for rank in found["ranks"])
     assert sent == found["formula"]["axes"]["pp"]
+    assert not any("dp" in rank["sent_bytes"] for rank in found["ranks"])
     lines = read_step_log(tmp_path / "adapts" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [*range(1, 41)]
     assert {"dp", "pp"} <= lines[-1]["sent_bytes"].keys()
