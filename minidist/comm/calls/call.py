@@ -86,8 +86,7 @@ class Call(RunningCall):
         side: SideStream | None = None,
     ) -> None:
         """Take the group's next number. Raises: CommError if the group cannot be used."""
-        group.guard.check()
-        group.calls += 1
+        sequence = group.next_sequence()
         self.rank = group.rank
         self.size = group.size
         self.nodes = group.nodes
@@ -100,8 +99,8 @@ class Call(RunningCall):
         self.ledger = group.ledger
         self.group_axis = group.axis
         # its fields from verb to where
-        self.signature = Signature(group.id, group.calls, *prepared[:7])
-        self.meta = group.calls.to_bytes(8, "big") + prepared.header
+        self.signature = Signature(group.id, sequence, *prepared[:7])
+        self.meta = sequence.to_bytes(8, "big") + prepared.header
         self._group = group
         self._transport = group.transport
         self.board = group.board
