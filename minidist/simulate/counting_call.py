@@ -68,10 +68,6 @@ class CountingCall(Call):
         self._held = held
         self.rooms: list[tuple[int, np.dtype]] = []
 
-    def count(self, nbytes: int, peer: int | None = None) -> None:
-        self.nbytes += nbytes
-        self.messages += 1
-
     def start_send(
         self,
         dst: int,
@@ -81,8 +77,7 @@ class CountingCall(Call):
         step: int | None = None,
         chunk: int | None = None,
     ) -> Handle:
-        self.nbytes += array.nbytes
-        self.messages += 1
+        self.count(array.nbytes)
         return _DONE
 
     def start_recv(self, src: int, into: Any, reduce: Any = None) -> Handle:

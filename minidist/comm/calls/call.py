@@ -86,8 +86,7 @@ class Call(RunningCall):
         side: SideStream | None = None,
     ) -> None:
         """Take the group's next number. Raises: CommError if the group cannot be used."""
-        group.guard.check()
-        group.calls += 1
+        sequence = group.next_sequence()
         self.rank = group.rank
         self.size = group.size
         self.nodes = group.nodes
@@ -100,8 +99,8 @@ class Call(RunningCall):
         self.ledger = group.ledger
         self.group_axis = group.axis
         # its fields from verb to where
-        self.signature = Signature(group.id, group.calls, *prepared[:7])
-        self.meta = group.calls.to_bytes(8, "big") + prepared.header
+        self.signature = Signature(group.id, sequence, *prepared[:7])
+        self.meta = sequence.to_bytes(8, "big") + prepared.header
         self._group = group
         self._transport = group.transport
         self.board = group.board
@@ -183,13 +182,16 @@ class Call(RunningCall):
         step and chunk are for the ledger's subscribers.
         """
         peer = self.world_ranks[dst]
-        self.count(array.nbytes, peer)
+        nbytes = array.nbytes
+        self.nbytes += nbytes
+        self.messages += 1
+        self.sent_to[peer] = self.sent_to.get(peer, 0) + nbytes
         meta = self.meta
         if block:
             meta += pack_block(array.dtype, array.shape, self.origin or "cpu")
         watches: list[MessageWatch] = []
         if self.ledger.message_observers:
-            watches = self._watches_of_send(dst, array.nbytes, block, step, chunk)
+            watches = self._watches_of_send(dst, nbytes, block, step, chunk)
         handle = self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
         return ObservedTransfer(handle, watches) if watches else handle
 
@@ -423,13 +425,10 @@ class Call(RunningCall):
         assert library is not None, "a call with a side has a device"
         return library.native(self.signature.group, self.world_ranks)
 
-    def count(self, nbytes: int, peer: int | None = None) -> None:
-        """Count a message: one sent to the world rank `peer`, shown on the board, or handed to
-        `native`."""
+    def count(self, nbytes: int) -> None:
+        """Count a message to no single rank: shown on the board, or handed to `native`."""
         self.nbytes += nbytes
         self.messages += 1
-        if peer is not None:
-            self.sent_to[peer] = self.sent_to.get(peer, 0) + nbytes
 
     def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
         """Return a new 1-D array, counted in the memory account as communication."""

@@ -118,8 +118,6 @@ class Members:
                 board          memory that all its ranks share, or None
                 id, tag        64 bits, the same on every rank; the tag of its collectives' messages
                 prepared       the calls that it has prepared, for when they are repeated
-                calls          the number of the last collective call: a call takes the next one
-                               when it is made
                 transport, guard   for the lower layers
     """
 
@@ -159,7 +157,17 @@ class Members:
         self.board = transport.open_board(self.world_ranks, places) if self.size > 1 else None
         self.guard = GroupGuard(axis, self.world_rank)
         self.prepared = PreparedCalls()
-        self.calls = 0
+        self._sequence = 0
+
+    def next_sequence(self) -> int:
+        """Take and return the number of the next collective call. A call takes it when it is made.
+
+        Returns: a number, from 1.
+        Raises:  CommError if the group cannot be used: closed, failed, or in a forked child.
+        """
+        self.guard.check()
+        self._sequence += 1
+        return self._sequence
 
     def rank_in(self, name: str, rank: int) -> int:
         """Check a rank that a caller has passed.
