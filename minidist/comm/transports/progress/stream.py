@@ -273,7 +273,8 @@ class StreamTransport(Engine):
         """Finish a receive. Under the lock."""
         if receive in peer.receives:
             peer.receives.remove(receive)
-            peer.next = None
+            if peer.next is receive:  # not where a buffered message ends another thread's receive
+                peer.next = None
             self.finish(receive, error)
 
     # --- losing a peer

@@ -255,6 +255,22 @@ def test_a_receive_that_is_posted_meanwhile_is_second(kind):
         assert not one._peers[0].posted and not one._peers[0].reading
 
 
+@on_every_link
+def test_a_buffered_message_ends_no_other_receive(kind):
+    """It has come before its receive, and a receive of another thread is the first that waits."""
+    with linked(kind, limit=0.5) as (zero, one):
+        sent = {number: np.full(10, number, np.uint8) for number in (5, 7, 9)}
+        got = {number: np.zeros(10, np.uint8) for number in sent}
+        for number in (5, 9):
+            zero.start_send(1, tag(number), sent[number], b"call 7").wait()
+        post(one, got[9], sequence=9).wait()  # that of 5 is buffered
+        first = post(one, got[7])
+        post(one, got[5], sequence=5).wait()
+        zero.start_send(1, tag(7), sent[7], b"call 7").wait()
+        first.wait()
+        assert {number: array[0] for number, array in got.items()} == {5: 5, 7: 7, 9: 9}
+
+
 def test_a_header_is_compared_to_its_end(monkeypatch):
     """A link that looks only at the length would take a message of another call."""
 
