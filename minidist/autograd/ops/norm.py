@@ -96,29 +96,27 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
             )
         )
     wide = xp.ascontiguousarray(rows(widen(dy)))
-    # this is the last use of hat, so dx takes its place
     hat = node.hat
     scale = node.scale
     w = widen(node.w)
     n = wide.shape[1]
+    dx = xp.empty_like(wide)
     share = (w / n).reshape(n, 1)
     dw = xp.zeros((1, n), wide.dtype)
     db = xp.zeros((1, n), wide.dtype)
-    room = xp.empty_like(wide[next(row_blocks(wide), slice(0))])
     for where in row_blocks(wide):
         g = wide[where]
-        d = hat[where]
-        out = room[: len(g)]
-        xp.multiply(g, d, out=out)
+        h = hat[where]
+        d = dx[where]
+        xp.multiply(g, h, out=d)
         ones = xp.ones((1, len(g)), g.dtype)
-        dw += ones @ out
-        d *= out @ share  # hat mean(g hat)
-        xp.multiply(g, w, out=out)
-        xp.subtract(out, d, out=d)
+        dw += ones @ d
+        along = d @ share  # mean(dy w hat) of each row
+        xp.multiply(g, w, out=d)
+        d -= h * along
         if node.centre:
             db += ones @ g
             d -= g @ share
         d *= scale[where]
-    node.forget()
     kind = dy.dtype
-    return narrow(hat.reshape(dy.shape), kind), narrow(dw[0], kind), narrow(db[0], kind)
+    return narrow(dx.reshape(dy.shape), kind), narrow(dw[0], kind), narrow(db[0], kind)
