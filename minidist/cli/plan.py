@@ -170,7 +170,15 @@ def run(args: argparse.Namespace) -> int:
         "objective": args.objective,
         "enumerated": ranking.enumerated,
         "fit": len(ranking),
-        "plans": [choice.as_json() for choice in ranking.top(args.top)],
+        "known_to": ranking.estimates.sure._asdict(),
+        "plans": [
+            choice.as_json()
+            | {
+                "known_to": ranking.estimates.sure.interval(choice.known_seconds),
+                "tied_with_best": ranking.tied(choice),
+            }
+            for choice in ranking.top(args.top)
+        ],
         "refused": [choice.as_json() for choice in ranking.refused],
     }
     found |= _asked(args, ranking, prices, rates, console)

@@ -45,7 +45,8 @@ class CallColumns:
         waits for tp, cp and ep.
 
         Keys: kernels are "forward" and "backward" of a layer, and "ends"; waits are "forward tp",
-        "backward tp", "ends tp", and the same for cp and ep.
+        "backward tp", "ends tp", and the same for cp and ep; "launch forward", "launch backward"
+        and "launch ends" are seconds of the host.
         """
         groups, layout = self._groups()
         known: dict[Groups, int] = {}
@@ -65,13 +66,15 @@ class CallColumns:
 
     def _one_cell(self, cut: Cut, groups: Mapping[str, Groups]) -> dict[str, float]:
         price = self.layouts.price
-        layer, ends = self.cells.cell(cut).seconds(
+        cell = self.cells.cell(cut)
+        layer, ends = cell.seconds(
             lambda call: price(
                 groups[call.axis], call.verb, call.algorithm, call.nbytes, call.blocks
             )
         )
         found = {phase: layer[phase].compute for phase in PHASES}
         found["ends"] = fsum(ends[phase].compute for phase in PHASES)
+        found |= cell.launching
         for axis in ("tp", "cp", "ep"):
             found.update({f"{phase} {axis}": layer[phase].waits.get(axis, 0.0) for phase in PHASES})
             found[f"ends {axis}"] = fsum(ends[phase].waits.get(axis, 0.0) for phase in PHASES)

@@ -189,6 +189,10 @@ class Ranking:
                 return choice
         return None
 
+    def tied(self, choice: Choice) -> bool:
+        """Return True if it is not known whether the best plan is faster than this one."""
+        return not self.estimates.sure.tells(self.best.known_seconds, choice.known_seconds)
+
     def mfu(self, choice: Choice) -> float:
         """Return the model FLOPs utilisation of a plan, counted as in results.py."""
         peak = self.cluster.device.peak(PRODUCT_DTYPES[choice.plan.precision])

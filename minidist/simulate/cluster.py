@@ -60,6 +60,8 @@ class _ClusterEntry(msgspec.Struct):
     host_bytes: Positive | None = None
     host_bandwidth: Positive | None = None
     memory_kind: str = ""
+    reach: dict[str, Positive] = {}
+    units: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
     kind: Literal["switch", "mesh", "pcie", ""] = ""
     nics: Places = 1
     rails: bool = True
@@ -290,6 +292,8 @@ def _build(
         host_bandwidth=entry["host_bandwidth"] / entry["per_node"]
         if "host_bandwidth" in entry
         else None,
+        reach=entry.get("reach", {}),
+        units=int(entry.get("units", 0)),
     )
     tiers = {
         key: Tier(key, tier["bandwidth"], tier["alpha"], tier.get("bytes"))

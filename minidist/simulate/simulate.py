@@ -99,6 +99,7 @@ def simulate(
     ]
     if not cluster.overlaps:
         role_traces = [without_overlap(trace) for trace in role_traces]
+    used = rates or Rates.of(cluster.device)
     replay_traces = partial(
         replay_on,
         cluster,
@@ -107,14 +108,23 @@ def simulate(
         config,
         stragglers=stragglers or {},
         folded=folded,
-        rates=rates or Rates.of(cluster.device),
+        rates=used,
         alone=None if rates or not cluster.alone else Rates.of(cluster.alone),
     )
     replayed = replay_traces(role_traces, role_of)
     if slow_links:
         cluster.topology.check_slow()
     return Simulation(
-        plan, config, cluster, batch, role_traces, role_of, placement, replayed, replay_traces
+        plan,
+        config,
+        cluster,
+        batch,
+        role_traces,
+        role_of,
+        placement,
+        replayed,
+        replay_traces,
+        used.sure,
     )
 
 
@@ -203,4 +213,5 @@ def replay_on(
         folded=folded,
         move_seconds=lambda rank, move: cluster.move_seconds(move.lane, move.nbytes),
         core_share=busy_times.core_share if alone else None,
+        issue_seconds=busy_times.issue,
     )
