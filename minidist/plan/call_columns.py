@@ -80,11 +80,11 @@ class CallColumns:
             found[f"ends {axis}"] = fsum(ends[phase].waits.get(axis, 0.0) for phase in PHASES)
         return found
 
-    def data(self) -> dict[str, np.ndarray]:
+    def data(self, wider: int = 1) -> dict[str, np.ndarray]:
         """Return the seconds of the data axis's calls of a layer and of the ends.
 
         These are reductions, gathers (ZeRO-3: of one pass), and sums over the copies of the state
-        (hybrid sharding).
+        (hybrid sharding). wider: times the bytes of a gradient that is as wide as its weight.
         """
         groups, layout = self._groups()
         known: dict[Groups, int] = {}
@@ -93,19 +93,24 @@ class CallColumns:
         rows, where = np.unique(keys, axis=0, return_inverse=True)
         by_number = list(known)
         made = [
-            dict(self._calls(tp, zero, shard, by_number[number]))
+            dict(self._calls(tp, zero, shard, by_number[number], wider))
             for tp, zero, shard, number in rows.tolist()
         ]
         return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
 
-    def _calls(self, tp: int, zero: int, shard: int, groups: Groups) -> Iterator[tuple[str, float]]:
+    def _calls(
+        self, tp: int, zero: int, shard: int, groups: Groups, wider: int
+    ) -> Iterator[tuple[str, float]]:
         shards = cut(groups, shard, self.layouts.cluster.per_node) if shard else groups
         replicas = strided(groups, shard, self.layouts.cluster.per_node) if shard else ()
         for part, calls in zip(("", "ends "), self.cells.data_calls(tp, zero), strict=True):
             gather = reduce = copies = 0.0
             for call, times in calls.items() if len(groups[0]) > 1 else ():
+                gathers = call.verb == "all_gather"
+                if not gathers:
+                    call = call._replace(nbytes=wider * call.nbytes)
                 spent = times * self._price_of(call, shards, len(shards[0]))
-                if call.verb == "all_gather":
+                if gathers:
                     gather += spent / (2 if zero == 3 else 1)
                 else:
                     reduce += spent

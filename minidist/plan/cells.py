@@ -231,10 +231,9 @@ class Cells:
         plan = Plan(dp=2, tp=tp, zero=zero, precision=self._precision)
         return self._run_plan(plan, layers, 2)
 
-    def add_seconds(self, itemsize: int) -> float:
-        """Return the seconds per weight to add a sum of gradients to the shard: read both, write
-        one."""
-        kernel = Kernel("memory", "float32", 0.0, 3.0 * itemsize * MANY)
+    def pass_seconds(self, nbytes: float) -> float:
+        """Return the seconds per weight of a pass that reads and writes so many bytes of each."""
+        kernel = Kernel("memory", "float32", 0.0, nbytes * MANY)
         return self.rates.segment(((kernel, 1),)) / MANY
 
     def late(self, tp: int, sequence: int) -> Late:

@@ -55,6 +55,7 @@ from minidist.plan.candidates import SCHEDULES, Candidates
 from minidist.plan.cells import Cells, Cut
 from minidist.plan.layouts import Layouts
 from minidist.simulate.cluster import Cluster
+from minidist.simulate.main_gradients import ADDED, WIDER
 from minidist.simulate.rates import Rates
 from minidist.simulate.sure import PUBLISHED, Sureness
 
@@ -138,6 +139,7 @@ class Estimator:
         rates: Rates | None = None,
         precision: str = "bf16",
         optimizer: str = "adamw",
+        float32_gradients: bool = False,
     ) -> None:
         self.config = config
         self.cluster = cluster
@@ -147,8 +149,15 @@ class Estimator:
         self.cells = Cells(config, cluster, rates, precision, optimizer)
         self.layouts = Layouts(cluster)
         self.each = Each.of(ITEMSIZE[precision], masters=precision != "fp32")
+        self.wider = 1
+        self.main_seconds = 0.0  # of a weight and pass: its gradient is added to the main one
+        if float32_gradients and precision != "fp32":
+            self.wider = WIDER
+            self.main_seconds = self.cells.pass_seconds(ADDED)
+        self.each = self.each._replace(gradients=self.wider * self.each.gradients)
         self.update_seconds = self.cells.update_seconds()
-        self.add_seconds = self.cells.add_seconds(ITEMSIZE[precision])
+        # a sum of gradients and the shard: read both, write one
+        self.add_seconds = self.cells.pass_seconds(3.0 * ITEMSIZE[precision])
 
     @cached_property
     def host_update_seconds(self) -> float:
@@ -300,7 +309,9 @@ class Columns:
         first = share * self.per_ends["numbers"] * itemsize
         two = unit + largest
         filling = np.where(self.again, two, np.where(on_disk, first, largest))
-        buffers = np.select([self.zero == 3, self.zero == 2], [filling, largest], 0.0)
+        buffers = self.model.wider * np.select(
+            [self.zero == 3, self.zero == 2], [filling, largest], 0.0
+        )
         kept = np.where(self.again, self.per_layer["kept"], self.per_layer["held"])
         inner = np.where(self.again, self.per_layer["again"], self.per_layer["inner"])
         # gpipe keeps the losses of all microbatches
@@ -321,6 +332,7 @@ class Columns:
             activations = np.where(self.v_shaped | self.deferred & ends, deferred, activations)
             # ZeRO-2 and 3: the gradients of the whole stage lie there when its weight backward ends
             stage = (self.layers * unit + share * self.per_ends["numbers"] * itemsize) / self.chunks
+            stage = self.model.wider * stage
             later = np.where(self.zero >= 2, stage - late - whole, 0.0)
             buffers = np.where(self.split, np.maximum(later, 0.0), buffers)
         found["gradients"] = found["gradients"] + buffers
@@ -367,7 +379,7 @@ class Columns:
     def seconds(self) -> dict[str, np.ndarray]:
         """Return the seconds by TERMS."""
         inner = self.calls.inner()
-        dp = self.calls.data()
+        dp = self.calls.data(self.model.wider)
         hop = self.calls.hop()
         layers = self.layers
         pieces = self.pieces
@@ -414,7 +426,10 @@ class Columns:
         # ZeRO-2 and 3 sums
         added = np.where((self.zero >= 2) & (self.copies > 1), share, numbers)
         found["compute"] = found["compute"] + np.where(
-            away == 0, (pieces - 1) * added * self.model.add_seconds, 0.0
+            away == 0,
+            (pieces - 1) * added * self.model.add_seconds
+            + pieces * numbers * self.model.main_seconds,
+            0.0,
         )
         found["offload"] = self._offload(share, found["compute"] / 3)
         found["host"] = np.maximum(0.0, self._launching(inner) - sum(found.values()))
