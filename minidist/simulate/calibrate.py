@@ -57,6 +57,8 @@ WIRES = ("inside.alpha", "inside.bandwidth", "between.alpha", "between.bandwidth
 CONSTANTS = (*RATES, *WIRES)
 """What can be fitted: rates of the device (simulate/device.py), and the wires inside nodes and
 between them."""
+FITTED = tuple(name for name in CONSTANTS if name != "launch")
+"""What is fitted if nothing else is asked for: with `host` no run tells `launch` apart."""
 Predict = Callable[[Run, CostProfile], float]
 """Seconds of a run's step with a profile's constants."""
 
@@ -87,11 +89,16 @@ def fit(
     runs: Sequence[Run],
     predict: Predict,
     cluster: str,
-    names: Sequence[str] = CONSTANTS,
+    names: Sequence[str] = FITTED,
     progress: Callable[[str], None] = lambda text: None,
+    sources: Sequence[str] = (),
 ) -> CostFit:
-    """Fit the constants `names`. Raises: ConfigError for fewer than two runs, or a constant that
-    there is not."""
+    """Fit the constants `names`.
+
+    Args:    sources: of each run, where it is from; runs of one source are left out together
+             (default: each run is left out by itself).
+    Raises:  ConfigError for fewer than two runs, or a constant that there is not.
+    """
     for name in names:
         if name not in CONSTANTS:
             raise ConfigError(
@@ -127,8 +134,8 @@ def fit(
         at, now = at + change, predicted(at + change, f"step {step}")
         if np.abs(change).max() < ENOUGH:
             break
-    leverage = np.einsum("ij,ji->i", slopes, np.linalg.solve(inner, slopes.T)) / KNOWN_TO**2
-    left_out = (now - measured) / np.maximum(1 - leverage, 1e-3)
+    leverage = slopes @ np.linalg.solve(inner, slopes.T) / KNOWN_TO**2
+    left_out = _left_out(now - measured, leverage, sources or range(len(runs)))
     fitted = CostFit(
         _profile(cluster, runs[0].cluster, names, at),
         np.exp(now).tolist(),
@@ -142,6 +149,19 @@ def fit(
         **sureness(left_out, [_job(run) for run in runs]),
     }
     return fitted._replace(profile=replace(fitted.profile, fit=told))
+
+
+def _left_out(errors: np.ndarray, leverage: np.ndarray, sources: Sequence[Hashable]) -> np.ndarray:
+    """Return the error of each run by constants that were fitted without its source.
+
+    Args:    leverage: how much each run's prediction moves with each measurement.
+    """
+    found = np.zeros(len(errors))
+    for source in dict.fromkeys(sources):
+        mine = np.array([other == source for other in sources])
+        others = np.eye(mine.sum()) - leverage[np.ix_(mine, mine)]
+        found[mine] = np.linalg.solve(others, errors[mine])
+    return found
 
 
 def _job(run: Run) -> Hashable:
@@ -197,19 +217,47 @@ def _profile(cluster: str, of: Cluster, names: Sequence[str], at: np.ndarray) ->
 
 class Predictor:
     """Seconds of runs by the simulator. The ranks of a run are run once; then only the clock is
-    turned again."""
+    turned again.
+
+    A step of many passes is predicted from two steps of fewer: from as many microbatches on as a
+    pipeline has stages, each further one adds the same seconds.
+    """
 
     def __init__(self) -> None:
         self._ran: dict[tuple[Any, ...], RankTrace] = {}
 
     def __call__(self, run: Run, profile: CostProfile) -> float:
+        name = "microbatches" if run.plan.pp > 1 else "accumulate"
+        passes = run.plan.pieces * run.plan.accumulate
+        fewer = 2 if run.plan.pp == 1 else run.plan.pp * (1 + (run.plan.schedule == "zb-v"))
+        more = 2 * fewer
+        if passes <= more + fewer or run.batch % passes:
+            return self._seconds(run, profile)
+        short, long = (
+            self._seconds(
+                run._replace(
+                    plan=replace(run.plan, **{name: count}), batch=run.batch // passes * count
+                ),
+                profile,
+            )
+            for count in (fewer, more)
+        )
+        return long + (passes - more) * (long - short) / (more - fewer)
+
+    def _seconds(self, run: Run, profile: CostProfile) -> float:
+        """Return the seconds of a run's step."""
         cluster = profile.applied(run.cluster)
+        rates = Rates.of(cluster.device, profile)
+        if run.scores:
+            passed = rates.efficiency.scores + run.scores
+            rates = replace(rates, efficiency=replace(rates.efficiency, scores=passed))
         return simulate(
             run.plan,
             run.config,
             cluster,
             batch=run.batch,
-            rates=Rates.of(cluster.device, profile),
+            rates=rates,
+            float32_gradients=run.float32_gradients,
             traces=self._trace,
         ).step_seconds
 

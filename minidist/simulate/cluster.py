@@ -264,11 +264,16 @@ def _whole_entry(name: str, tables: Mapping[str, Any]) -> dict[str, Any]:
             f"cluster {name} is like {entry['like']!r}{meant(entry['like'], known)}; choose from "
             f"{', '.join(sorted(known))}"
         )
-    whole: dict[str, Any] = {**known[entry["like"]], **entry}
-    whole["source"] = {**known[entry["like"]].get("source", {}), **entry.get("source", {})}
-    if "reach" not in entry and "watts" in entry:
-        clock = (entry["watts"] / known[entry["like"]]["watts"]) ** POWER
-        whole["reach"] = {dtype: share * clock for dtype, share in whole["reach"].items()}
+    base = known[entry["like"]]
+    whole: dict[str, Any] = {**base, **entry}
+    whole["source"] = {**base.get("source", {}), **entry.get("source", {})}
+    if "watts" in entry and "watts" in base:
+        if "reach" not in entry:
+            clock = (entry["watts"] / base["watts"]) ** POWER
+            whole["reach"] = {dtype: share * clock for dtype, share in base["reach"].items()}
+        if "node_watts" in base and "node_watts" not in entry:
+            beside = base["node_watts"] / base["per_node"] - base["watts"]
+            whole["node_watts"] = whole["per_node"] * (entry["watts"] + beside)
     return whole
 
 

@@ -37,6 +37,25 @@ def test_the_clusters_there_are():
         assert len(cluster.route(0, 7)) >= 1
 
 
+def test_a_variant_differs_only_in_what_it_says():
+    """An H100 of 500 W: the memory of its own, the wires of an H100; its products are slower."""
+    usual, variant = (Cluster.parse(f"{name}:8") for name in ("h100", "h100-500w"))
+    assert variant.device.memory_bandwidth == 2400e9
+    assert variant.device.units == usual.device.units == 132
+    assert variant.topology.inside == usual.topology.inside
+    assert variant.host_watts == pytest.approx(usual.host_watts)
+    best = [cluster.device.best("bfloat16") for cluster in (usual, variant)]
+    assert best[1] / best[0] == pytest.approx((500 / 700) ** 0.2)
+    assert variant.device.peak("bfloat16") == usual.device.peak("bfloat16")
+
+
+def test_a_variant_of_a_cluster_that_there_is_not(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text('[cluster.mine]\nlike = "h10"\nwatts = 500\n')
+    with pytest.raises(ConfigError, match="mine is like 'h10'; did you mean h100"):
+        Cluster.parse(f"{path}:mine:8")
+
+
 def test_every_number_has_a_source():
     tables = read_toml(OWN_FILE)
     for kind in ("wire", "tier", "cluster"):
