@@ -217,35 +217,12 @@ def _profile(cluster: str, of: Cluster, names: Sequence[str], at: np.ndarray) ->
 
 class Predictor:
     """Seconds of runs by the simulator. The ranks of a run are run once; then only the clock is
-    turned again.
-
-    A step of many passes is predicted from two steps of fewer: from as many microbatches on as a
-    pipeline has stages, each further one adds the same seconds.
-    """
+    turned again."""
 
     def __init__(self) -> None:
         self._ran: dict[tuple[Any, ...], RankTrace] = {}
 
     def __call__(self, run: Run, profile: CostProfile) -> float:
-        name = "microbatches" if run.plan.pp > 1 else "accumulate"
-        passes = run.plan.pieces * run.plan.accumulate
-        fewer = 2 if run.plan.pp == 1 else run.plan.pp * (1 + (run.plan.schedule == "zb-v"))
-        more = 2 * fewer
-        if passes <= more + fewer or run.batch % passes:
-            return self._seconds(run, profile)
-        short, long = (
-            self._seconds(
-                run._replace(
-                    plan=replace(run.plan, **{name: count}), batch=run.batch // passes * count
-                ),
-                profile,
-            )
-            for count in (fewer, more)
-        )
-        return long + (passes - more) * (long - short) / (more - fewer)
-
-    def _seconds(self, run: Run, profile: CostProfile) -> float:
-        """Return the seconds of a run's step."""
         cluster = profile.applied(run.cluster)
         rates = Rates.of(cluster.device, profile)
         if run.scores:

@@ -158,7 +158,7 @@ class Rates:
 
     def issue(self, kernels: Iterable[tuple[Priceable, int]]) -> float:
         """Return the seconds in which the host launches kernels, and the call that follows them."""
-        if self.device.kind != "gpu":
+        if not self.device.units:  # a processor, or a device that runs a step as one program
             return 0.0
         return self.slowdown * self.efficiency.host * (1 + sum(times for _, times in kernels))
 

@@ -76,7 +76,7 @@ def test_the_planner_estimates_them_as_the_replay_finds_them() -> None:
 
 def _rows(ranking: object) -> list[bytes]:
     found = ranking.estimates.candidates  # type: ignore[attr-defined]
-    return [np.asarray(found.matrix[number]).tobytes() for number in ranking.order]  # type: ignore[attr-defined]
+    return [np.asarray(found.table[number]).tobytes() for number in ranking.order]  # type: ignore[attr-defined]
 
 
 def test_a_file_of_runs_can_ask_for_them(tmp_path) -> None:
