@@ -15,7 +15,8 @@ work ends no sooner than its host has issued it, and the times of all events are
 for the critical path (replay_path.py).
 
 The host of a GPU issues kernels one after another and runs ahead of the device. It waits for the
-device only at a `Sync`. So a step takes as long as the longer of the two queues:
+device only at a `Sync`, and at a message between stages. So a step takes as long
+as the longer of the two queues:
 
     host     |issue F|issue B|··········· | sync     host is shorter: kernels wait in the queue
     device   |forward ······|backward ··········|
@@ -257,6 +258,8 @@ def _play(
         for clock in station.waiting.pop(number, ()):
             mine = end - tracks[clock].sooner.get(len(stops[clock]) - 1, 0.0)
             stops[clock].append(max(stops[clock][-1], mine))
+            if station.host_waits:
+                hosts[clock] = max(hosts[clock], stops[clock][-1])
             ready.append(clock)
 
     while True:
@@ -334,6 +337,8 @@ def _run(
                     end -= sooner.get(len(stops) - 1, 0.0)
                 if end > now:
                     now = end
+                if now > host and station.host_waits:
+                    host = now
         stops.append(now)
     return host
 

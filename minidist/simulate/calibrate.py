@@ -5,15 +5,17 @@
     fitted.profile.save("profile.json")             # for simulate and plan: --profile profile.json
 
 Each constant begins at its default and is moved, by factors, to where the predicted step times come
-closest to the measured ones: Gauss-Newton steps on the sum of
+closest to the measured ones: Gauss-Newton steps, shortened until they come closer, on the sum of
 
     (log predicted - log measured)² / 0.05²         over the runs: 5 % is what a step time is known
                                                     to
-    (log constant - log default)²  / 0.5²           over the constants: a factor of 1.6 is not
-                                                    unusual
+    (log constant - log default)²  / usual²         over the constants: how far each is from its
+                                                    default on one machine or another (USUAL)
 
 so that a constant on which no run depends keeps its default. `scores`, whose default is 0, is moved
-by bytes. How well it fits is told by leaving out each run in turn: the error of a run that the
+by bytes. Whether the host or the device is the slower one, and whether scores pass through memory,
+are questions of either-or, which no slope answers: the fit begins at the best of several answers.
+How well it fits is told by leaving out each run in turn: the error of a run that the
 constants were not fitted to (from the last step's derivatives, which is exact for a model that is
 linear between the two fits). Two figures of these errors go into the profile, and with it into every
 answer that is made by it (sure.py):
@@ -25,7 +27,7 @@ answer that is made by it (sure.py):
 Source: Gauss-Newton and leave-one-out as in Björck 1996, Allen 1974 (PRESS).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,12 +47,28 @@ from minidist.simulate.sure import sureness
 from minidist.simulate.trace import RankTrace
 
 KNOWN_TO = 0.05  # relative standard deviation of a measured step time
-USUAL = 0.5  # standard deviation of the log of a constant
-STEPS = 6  # of Gauss and Newton, at most
+STEPS = 12  # of Gauss and Newton, at most
 ENOUGH = 1e-3  # change of every log at which no more steps are made
+LENGTHS = (1.0, 0.5, 0.25, 0.1)  # of a step, the first that comes closer
 NUDGE = 0.05  # change of a log by which derivatives are taken
 MOST = {"matmul_share": 1.0, "attention_share": 1.0, "memory_share": 1.0}
 BYTES = 8.0  # of a score, that count as much as a factor of e of another constant
+USUAL = {
+    "matmul_share": 0.15,
+    "half": 0.7,
+    "attention_share": 0.3,
+    "scores": 1.0,
+    "memory_share": 0.2,
+    "host": 1.0,
+    "launch": 1.0,
+    "inside.alpha": 0.5,
+    "inside.bandwidth": 0.3,
+    "between.alpha": 0.5,
+    "between.bandwidth": 0.3,
+}
+"""Standard deviation of the log of each constant, of machines and frameworks; assumed."""
+BEGINNINGS = [(host, scores) for host in (10e-6, 20e-6, 40e-6) for scores in (0.0, 8.0)]
+"""Seconds of the host a kernel, and bytes of a score, of which the fit begins with the best."""
 
 RATES = ("matmul_share", "half", "attention_share", "scores", "memory_share", "host", "launch")
 WIRES = ("inside.alpha", "inside.bandwidth", "between.alpha", "between.bandwidth")
@@ -110,7 +128,7 @@ def fit(
             "if possible"
         )
     begin = _begin(runs, names)
-    at = begin
+    usual = np.array([USUAL[name] for name in names])
     measured = np.log([run.seconds for run in runs])
 
     def predicted(at: np.ndarray, told: str) -> np.ndarray:
@@ -118,7 +136,18 @@ def fit(
         profile = _profile(cluster, runs[0].cluster, names, at)
         return np.log([predict(run, profile) for run in runs])
 
+    def off(at: np.ndarray, now: np.ndarray) -> float:
+        """Return what the fit minimises."""
+        return float(
+            np.sum((now - measured) ** 2) / KNOWN_TO**2 + np.sum(((at - begin) / usual) ** 2)
+        )
+
+    at = begin
     now = first = predicted(at, "with the defaults")
+    for there in _beginnings(begin, names):
+        then = predicted(there, "where to begin")
+        if off(there, then) < off(at, now):
+            at, now = there, then
     for step in range(1, STEPS + 1):
         slopes = np.stack(
             [
@@ -127,12 +156,20 @@ def fit(
             ],
             axis=1,
         )
-        inner = slopes.T @ slopes / KNOWN_TO**2 + np.eye(len(names)) / USUAL**2
-        pull = slopes.T @ (measured - now) / KNOWN_TO**2 - (at - begin) / USUAL**2
-        change = np.clip(np.linalg.solve(inner, pull), -1, 1)
-        change = np.clip(at + change, *_limits(names)) - at
-        at, now = at + change, predicted(at + change, f"step {step}")
-        if np.abs(change).max() < ENOUGH:
+        inner = slopes.T @ slopes / KNOWN_TO**2 + np.diag(usual**-2)
+        pull = slopes.T @ (measured - now) / KNOWN_TO**2 - (at - begin) / usual**2
+        change = np.clip(np.linalg.solve(inner, pull), -0.5, 0.5)
+        best = off(at, now)
+        for length in LENGTHS:
+            there = np.clip(at + length * change, *_limits(names))
+            then = predicted(there, f"step {step}")
+            if off(there, then) < best:
+                break
+        else:
+            break
+        moved = np.abs(there - at).max()
+        at, now = there, then
+        if moved < ENOUGH:
             break
     leverage = slopes @ np.linalg.solve(inner, slopes.T) / KNOWN_TO**2
     left_out = _left_out(now - measured, leverage, sources or range(len(runs)))
@@ -185,6 +222,15 @@ def _begin(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
             for name, value in zip(names, defaults, strict=True)
         ]
     )
+
+
+def _beginnings(begin: np.ndarray, names: Sequence[str]) -> Iterator[np.ndarray]:
+    """Yield the places where the fit may begin, beside the defaults."""
+    for host, scores in BEGINNINGS:
+        given = {"host": np.log(host), "scores": scores / BYTES}
+        there = [given.get(name, value) for name, value in zip(names, begin, strict=True)]
+        if there != begin.tolist():
+            yield np.array(there)
 
 
 def _limits(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -108,9 +108,7 @@ class Rates:
                     f"no source states the bandwidth of {device.name}'s host memory; do not offload"
                 )
             return self.slowdown * kernel.nbytes / (device.host_bandwidth * rates.memory_share)
-        busy = max(
-            rates.shortest, kernel.nbytes / (device.memory_bandwidth * rates.memory_share * faster)
-        )
+        busy = kernel.nbytes / (device.memory_bandwidth * rates.memory_share * faster)
         if kernel.kind == "attention":
             busy = max(busy, kernel.flops / (device.best(kernel.dtype) * rates.attention_share))
             if rates.scores:
@@ -128,7 +126,7 @@ class Rates:
             raise ConfigError(
                 f"a kernel is matmul, attention, memory, host or python, not {kernel.kind!r}"
             )
-        return self.slowdown * (rates.launch + busy)
+        return self.slowdown * (rates.launch + rates.shortest + busy)
 
     def _flops_of_waves(self, kernel: Priceable) -> float:
         """Return the FLOPs that all units could do while they compute a product in waves."""
