@@ -23,14 +23,15 @@ from minidist.console import write_json
 from minidist.errors import ConfigError
 from minidist.files import DISK_FAILED, check_writable
 from minidist.progress import progress
-from minidist.simulate.calibrate import COLUMNS, CONSTANTS, CostFit, Predictor, Run, fit, read_runs
+from minidist.simulate.calibrate import CONSTANTS, CostFit, Predictor, fit
+from minidist.simulate.runs import COLUMNS, Run, read_runs
 from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `minidist calibrate` to the parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    columns = "\n".join(f"    {name:13}{what}" for name, what in COLUMNS.items())
+    columns = "\n".join(f"    {name:19}{what}" for name, what in COLUMNS.items())
     parser.description = (__doc__ or "").format(columns=columns)
     parser.add_argument(
         "--from", dest="runs", required=True, metavar="FILE.csv", help="the measured steps"

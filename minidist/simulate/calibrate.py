@@ -19,11 +19,8 @@ derivatives, which is exact for a model that is linear between the two fits).
 Source: Gauss-Newton and leave-one-out as in Björck 1996, Allen 1974 (PRESS).
 """
 
-import csv
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,17 +29,14 @@ from minidist.console import meant
 from minidist.errors import ConfigError
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
-from minidist.reading import read_text
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import DEFAULT
-from minidist.simulate.models import model
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.rates import CostProfile, Rates
+from minidist.simulate.runs import Run
 from minidist.simulate.simulate import simulate
 from minidist.simulate.trace import RankTrace
 
-MOST_BYTES = 64 << 20  # of a file of runs
-MOST_LAYERS = 10_000  # of a run's model
 KNOWN_TO = 0.05  # relative standard deviation of a measured step time
 USUAL = 0.5  # standard deviation of the log of a constant
 STEPS = 6  # of Gauss and Newton, at most
@@ -55,48 +49,6 @@ WIRES = ("inside.alpha", "inside.bandwidth", "between.alpha", "between.bandwidth
 CONSTANTS = (*RATES, *WIRES)
 """What is fitted: rates of the device (simulate/device.py), and the wires inside nodes and between
 them."""
-
-COLUMNS = {
-    "seconds": "of a step, measured",
-    "devices": "nodes x devices, such as 8x8; or devices",
-    "batch": "sequences of a step of the whole job",
-    "model": "a name that simulate knows; or the next five",
-    "layers": "blocks",
-    "width": "model width",
-    "heads": "attention heads",
-    "sequence": "tokens of a sequence",
-    "vocab": "embedding rows",
-    "plan": "such as dp=8,tp=8 (dp over all devices)",
-    "zero": "0 to 3 (0)",
-    "schedule": "of a pipeline (1f1b)",
-    "microbatches": "of a pipeline, each data rank",
-    "accumulate": "backward passes of a step (1)",
-    "precision": "fp32, bf16, fp16 (bf16)",
-    "checkpoint": "what is computed again: none, scores, all (none)",
-}
-"""The columns of a file of runs. seconds, devices, batch, and a model or its sizes are needed."""
-PUBLISHED = Path(__file__).resolve().with_name("published")
-"""Step times of papers and repositories as such files; each says its source."""
-_SIZES = {
-    "layers": "layers",
-    "width": "width",
-    "heads": "heads",
-    "sequence": "context",
-    "vocab": "vocabulary",
-}
-
-
-class Run(NamedTuple):
-    """A step that was measured."""
-
-    label: str
-    plan: Plan
-    config: GPTConfig
-    batch: int
-    cluster: Cluster
-    seconds: float
-
-
 Predict = Callable[[Run, CostProfile], float]
 """Seconds of a run's step with a profile's constants."""
 
@@ -211,104 +163,6 @@ def _profile(
             place, number = name.split(".")
             wires.setdefault(titles[place], {})[number] = value
     return CostProfile(cluster, replace(DEFAULT, **rates), wires)
-
-
-# ---------------------------------------------------------------- the file of runs
-
-
-def read_runs(
-    path: str | Path, cluster: str, model: Callable[[str], GPTConfig] = model
-) -> list[Run]:
-    """Return the runs of a CSV file with the columns COLUMNS; lines that begin with # are left out.
-
-    Args:    cluster: "h100", or "FILE:NAME"; each run says how many devices. model: gives the
-             config of a name.
-    Raises:  ConfigError with the line and what is wrong there.
-    """
-    if re.search(r":\d+(x\d+)*$", cluster):
-        raise ConfigError(
-            f"cluster {cluster}: each run says how many devices it had; write only the name, "
-            f"{cluster.rpartition(':')[0]}"
-        )
-    try:
-        text = read_text(path, most=MOST_BYTES).splitlines()
-    except (OSError, ConfigError) as error:
-        raise ConfigError(
-            f"runs {path}: {error.strerror if isinstance(error, OSError) else error}"
-        ) from error
-    lines = [
-        (number, line)
-        for number, line in enumerate(text, 1)
-        if line.strip() and line.lstrip()[0] != "#"
-    ]
-    try:
-        table = csv.DictReader(line for _, line in lines)
-        rows = list(table)
-    except csv.Error as error:
-        raise ConfigError(f"runs {path}: {error}") from error
-    unknown = [name for name in table.fieldnames or () if name not in COLUMNS]
-    if unknown:
-        raise ConfigError(
-            f"runs {path}: no column {unknown[0]!r:.60}{meant(unknown[0], COLUMNS)}; columns are "
-            f"{', '.join(COLUMNS)}"
-        )
-    runs = []
-    for (number, _), row in zip(lines[1:], rows, strict=False):
-        said = {
-            name: text.strip()
-            for name, text in row.items()
-            if name in COLUMNS and text and text.strip()
-        }
-        try:
-            runs.append(_run(said, cluster, model))
-        except (ConfigError, ValueError) as error:
-            raise ConfigError(f"runs {path}, line {number}: {error}") from error
-    return runs
-
-
-def _run(row: Mapping[str, str], cluster: str, model: Callable[[str], GPTConfig]) -> Run:
-    sizes = () if "model" in row else tuple(_SIZES)
-    lacking = [name for name in ("seconds", "devices", "batch", *sizes) if name not in row]
-    if lacking:
-        raise ConfigError(
-            f"it lacks {', '.join(lacking)}{'' if 'layers' in row or not sizes else ', or a model'}"
-        )
-    machine = Cluster.parse(f"{cluster}:{row['devices']}")
-    plan = Plan.parse(row["plan"]) if "plan" in row else Plan(dp=machine.size)
-    options: dict[str, Any] = {
-        name: _whole(row, name) for name in ("zero", "microbatches", "accumulate") if name in row
-    }
-    options |= {name: row[name] for name in ("schedule",) if name in row}
-    plan = replace(
-        plan,
-        precision=row.get("precision", "bf16"),
-        checkpoint_blocks=row.get("checkpoint", "none"),
-        **options,
-    )
-    seconds = float(row["seconds"])
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"seconds={row['seconds']}: choose a number above 0")
-    given: dict[str, Any] = {_SIZES[name]: _whole(row, name) for name in _SIZES if name in row}
-    config = replace(model(row["model"]), **given) if "model" in row else GPTConfig(**given)
-    title = row.get("model", f"{config.layers} x {config.width}")
-    return Run(
-        f"{title} {row.get('plan', f'dp={machine.size}')}",
-        plan,
-        config,
-        _whole(row, "batch"),
-        machine,
-        seconds,
-    )
-
-
-def _whole(row: Mapping[str, str], name: str) -> int:
-    """Return a whole number of a run. Raises: ConfigError for another text, and for more than is
-    simulated."""
-    most = MOST_LAYERS if name == "layers" else 2**31
-    text = row[name]
-    if not re.fullmatch("[0-9]{1,10}", text) or int(text) > most:
-        raise ConfigError(f"{name}={text[:40]}: is no whole number from 0 to {most:,}")
-    return int(text)
 
 
 # ---------------------------------------------------------------- predicted by the simulator

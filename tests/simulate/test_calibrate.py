@@ -9,10 +9,11 @@ import pytest
 
 from minidist.errors import ConfigError
 from minidist.parallel.hybrid.plan import Plan
-from minidist.simulate.calibrate import CONSTANTS, Predictor, Run, fit, read_runs
+from minidist.simulate.calibrate import CONSTANTS, Predictor, fit
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import DEFAULT
 from minidist.simulate.rates import CostProfile
+from minidist.simulate.runs import Run, read_runs
 
 HEAD = "layers,width,heads,sequence,vocab,devices,batch,plan,seconds\n"
 TINY = "2,64,4,32,128"
