@@ -11,7 +11,7 @@ left out of a fit is judged too kindly while its neighbours stay.
 
 import csv
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -28,22 +28,27 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE / "CALIBRATION.md"
 ROWS = HERE / "calibration.csv"
 
-SOURCES = {
-    "MosaicML": "llm-foundry",
-    "vTrain": "vtrain",
-    "BigScience": "bigscience",
-    "Hagemann et al.": "hagemann",
-    "Narayanan et al.": "narayanan",
+SOURCES: dict[str, tuple[str, ...]] = {
+    "MosaicML": ("llm-foundry",),
+    "vTrain": ("vtrain",),
+    "BigScience": ("bigscience",),
+    "Hagemann et al.": ("hagemann",),
+    "Narayanan et al.": ("narayanan",),
     "NVIDIA": ("dgxc", "nemo", "megatron-bridge"),
-    "PyTorch": "torchtitan",
-    "IBM": "fms-fsdp",
+    "PyTorch": ("torchtitan",),
+    "IBM": ("fms-fsdp",),
 }
 """Who measured, and how the names of the tables begin."""
-DEVICES = {"A100": "a100", "H100": "h100", "B200, GB200": ("b200", "gb200")}
+DEVICES: dict[str, tuple[str, ...]] = {
+    "A100": ("a100",),
+    "H100": ("h100",),
+    "B200, GB200": ("b200", "gb200"),
+}
 """Kinds of devices, and how the names of their clusters begin."""
 MOST_DEVICES = 768
 MOST_PASSES = 700  # of a block, all ranks that differ together: a row's price
 FITTED_ROWS = 8  # of each source and kind of device, evenly spread over its rows
+FITTED_DEVICES = 128  # at most: a fit predicts each of its rows some forty times
 NAMES = tuple(name for name in CONSTANTS if not name.endswith("alpha"))
 
 
@@ -60,12 +65,11 @@ class Judged(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Constants fitted without a source, and its rows predicted by them."""
+    """Constants fitted without a source."""
 
     device: str
     source: str
     profile: CostProfile
-    seconds: list[float]
 
 
 def source_of(table: str) -> str:
@@ -91,33 +95,58 @@ def rows_of(table: str) -> list[Run]:
     return [run for run in published(table) if affordable(run)]
 
 
-def by_default(table: str) -> list[float]:
-    """Return the seconds of a table's rows by the default constants."""
+def judge_device(device: str) -> tuple[list[Judged], list[Fit]]:
+    """Return the rows of a kind of device, in the order of the tables, and a fit for each source
+    that another one can be fitted without."""
+    measured = [
+        (table, source_of(table), run)
+        for table in tables()
+        for run in rows_of(table)
+        if device_of(run) == device
+    ]
     predicted = FewPasses()
-    found = [predicted(run, CostProfile(run.cluster.name)) for run in rows_of(table)]
-    print(f"{table}: {len(found)} rows", flush=True)
-    return found
+    defaults = [predicted(run, CostProfile(run.cluster.name)) for *_, run in measured]
+    print(f"{device}: {len(measured)} rows by the defaults", flush=True)
+    by_source = {
+        name: [run for _, source, run in measured if source == name]
+        for name in SOURCES
+        if any(source == name for _, source, _ in measured)
+    }
+    fits = [
+        Fit(device, name, fitted_without(name, by_source, predicted))
+        for name in by_source
+        if len(by_source) > 1
+    ]
+    profiles = {each.source: each.profile for each in fits}
+    rows = [
+        Judged(
+            table,
+            source,
+            device,
+            run,
+            default,
+            predicted(run, profiles[source]) if source in profiles else None,
+        )
+        for (table, source, run), default in zip(measured, defaults, strict=True)
+    ]
+    return rows, fits
 
 
-def left_out(device: str, source: str) -> Fit | None:
-    """Return the constants of all other sources of a kind of device, and what they predict of this
-    one's rows. Returns: None where no other source has that kind of device."""
-    mine, others = list[Run](), dict[str, list[Run]]()
-    for table in tables():
-        for run in rows_of(table):
-            if device_of(run) == device:
-                measured_by = source_of(table)
-                kept = mine if measured_by == source else others.setdefault(measured_by, [])
-                kept.append(run)
-    chosen = [run for runs in others.values() for run in evenly(runs, FITTED_ROWS)]
-    if not mine or len(chosen) < 2:
-        return None
+def fitted_without(
+    source: str, by_source: Mapping[str, Sequence[Run]], predicted: FewPasses
+) -> CostProfile:
+    """Return the constants of all other sources."""
+    chosen = [
+        run
+        for name, runs in by_source.items()
+        if name != source
+        for run in evenly([run for run in runs if run.cluster.size <= FITTED_DEVICES], FITTED_ROWS)
+    ]
     # a fit moves the wires of its first run
     chosen.sort(key=lambda run: (run.cluster.nodes == 1, run.cluster.name))
-    predicted = FewPasses()
     profile = fit(chosen, predicted, chosen[0].cluster.name, NAMES).profile
-    print(f"{device} without {source}: fitted to {len(chosen)} rows", flush=True)
-    return Fit(device, source, profile, [predicted(run, profile) for run in mine])
+    print(f"{chosen[0].cluster.name}: fitted to {len(chosen)} rows without {source}", flush=True)
+    return profile
 
 
 def evenly(runs: Sequence[Run], count: int) -> list[Run]:
@@ -127,21 +156,11 @@ def evenly(runs: Sequence[Run], count: int) -> list[Run]:
 
 
 def judge() -> tuple[list[Judged], list[Fit]]:
-    """Return all rows and all fits; each table and each fit has a process of its own."""
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        pairs = [(device, source) for device in DEVICES for source in SOURCES]
-        fits = [each for each in pool.map(left_out, *zip(*pairs, strict=True)) if each]
-        defaults = dict(zip(tables(), pool.map(by_default, tables()), strict=True))
-    fitted = {(each.device, each.source): iter(each.seconds) for each in fits}
-    rows = []
-    for table in tables():
-        for run, default in zip(rows_of(table), defaults[table], strict=True):
-            device, source = device_of(run), source_of(table)
-            seconds = fitted.get((device, source))
-            rows.append(
-                Judged(table, source, device, run, default, next(seconds) if seconds else None)
-            )
-    return rows, fits
+    """Return all rows and all fits; each kind of device has a process of its own."""
+    with ProcessPoolExecutor(min(len(DEVICES), os.cpu_count() or 1)) as pool:
+        found = list(pool.map(judge_device, DEVICES))
+    rows = [row for of_device, _ in found for row in of_device]
+    return rows, [each for _, fits in found for each in fits]
 
 
 # ---------------------------------------------------------------- the page
@@ -178,13 +197,8 @@ GAPS = """## Known gaps
 
 def errors(rows: Iterable[Judged], of_others: bool = False) -> np.ndarray:
     """Return predicted / measured - 1 of rows."""
-    return np.array(
-        [
-            (row.fitted if of_others else row.default) / row.run.seconds - 1
-            for row in rows
-            if not of_others or row.fitted is not None
-        ]
-    )
+    seconds = [(row.run.seconds, row.fitted if of_others else row.default) for row in rows]
+    return np.array([found / measured - 1 for measured, found in seconds if found is not None])
 
 
 def told(found: np.ndarray) -> str:
