@@ -12,14 +12,20 @@ closest to the measured ones: Gauss-Newton steps on the sum of
     (log constant - log default)²  / 0.5²           over the constants: a factor of 1.6 is not
                                                     unusual
 
-so that a constant on which no run depends keeps its default. How well it fits is told by leaving
-out each run in turn: the error of a run that the constants were not fitted to (from the last step's
-derivatives, which is exact for a model that is linear between the two fits).
+so that a constant on which no run depends keeps its default. `scores`, whose default is 0, is moved
+by bytes. How well it fits is told by leaving out each run in turn: the error of a run that the
+constants were not fitted to (from the last step's derivatives, which is exact for a model that is
+linear between the two fits). Two figures of these errors go into the profile, and with it into every
+answer that is made by it (sure.py):
+
+    spread    of ten runs left out, nine were measured within this factor of the prediction
+    apart     of ten pairs of runs, nine differ as predicted within this factor: errors that both
+              runs of a pair have do not count
 
 Source: Gauss-Newton and leave-one-out as in Björck 1996, Allen 1974 (PRESS).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,6 +41,7 @@ from minidist.simulate.one_rank import run_rank
 from minidist.simulate.rates import CostProfile, Rates
 from minidist.simulate.runs import Run
 from minidist.simulate.simulate import simulate
+from minidist.simulate.sure import sureness
 from minidist.simulate.trace import RankTrace
 
 KNOWN_TO = 0.05  # relative standard deviation of a measured step time
@@ -43,12 +50,15 @@ STEPS = 6  # of Gauss and Newton, at most
 ENOUGH = 1e-3  # change of every log at which no more steps are made
 NUDGE = 0.05  # change of a log by which derivatives are taken
 MOST = {"matmul_share": 1.0, "attention_share": 1.0, "memory_share": 1.0}
+BYTES = 8.0  # of a score, that count as much as a factor of e of another constant
 
-RATES = ("matmul_share", "half", "attention_share", "memory_share", "launch")
+RATES = ("matmul_share", "half", "attention_share", "scores", "memory_share", "host", "launch")
 WIRES = ("inside.alpha", "inside.bandwidth", "between.alpha", "between.bandwidth")
 CONSTANTS = (*RATES, *WIRES)
-"""What is fitted: rates of the device (simulate/device.py), and the wires inside nodes and between
-them."""
+"""What can be fitted: rates of the device (simulate/device.py), and the wires inside nodes and
+between them."""
+FITTED = tuple(name for name in CONSTANTS if name != "launch")
+"""What is fitted if nothing else is asked for: with `host` no run tells `launch` apart."""
 Predict = Callable[[Run, CostProfile], float]
 """Seconds of a run's step with a profile's constants."""
 
@@ -79,11 +89,16 @@ def fit(
     runs: Sequence[Run],
     predict: Predict,
     cluster: str,
-    names: Sequence[str] = CONSTANTS,
+    names: Sequence[str] = FITTED,
     progress: Callable[[str], None] = lambda text: None,
+    sources: Sequence[str] = (),
 ) -> CostFit:
-    """Fit the constants `names`. Raises: ConfigError for fewer than two runs, or a constant that
-    there is not."""
+    """Fit the constants `names`.
+
+    Args:    sources: of each run, where it is from; runs of one source are left out together
+             (default: each run is left out by itself).
+    Raises:  ConfigError for fewer than two runs, or a constant that there is not.
+    """
     for name in names:
         if name not in CONSTANTS:
             raise ConfigError(
@@ -94,65 +109,97 @@ def fit(
             f"{len(runs)} measured steps are too few to fit and to check; give two or more, ten "
             "if possible"
         )
-    start = _start(runs, names)
+    begin = _begin(runs, names)
+    at = begin
     measured = np.log([run.seconds for run in runs])
-    logs = np.log(start)
 
     def predicted(at: np.ndarray, told: str) -> np.ndarray:
         progress(told)
-        profile = _profile(cluster, runs[0].cluster, names, np.exp(at))
+        profile = _profile(cluster, runs[0].cluster, names, at)
         return np.log([predict(run, profile) for run in runs])
 
-    now = first = predicted(logs, "with the defaults")
+    now = first = predicted(at, "with the defaults")
     for step in range(1, STEPS + 1):
         slopes = np.stack(
             [
-                (predicted(logs + NUDGE * unit, f"step {step}: {name}") - now) / NUDGE
+                (predicted(at + NUDGE * unit, f"step {step}: {name}") - now) / NUDGE
                 for name, unit in zip(names, np.eye(len(names)), strict=True)
             ],
             axis=1,
         )
         inner = slopes.T @ slopes / KNOWN_TO**2 + np.eye(len(names)) / USUAL**2
-        pull = slopes.T @ (measured - now) / KNOWN_TO**2 - (logs - np.log(start)) / USUAL**2
+        pull = slopes.T @ (measured - now) / KNOWN_TO**2 - (at - begin) / USUAL**2
         change = np.clip(np.linalg.solve(inner, pull), -1, 1)
-        most = np.log([MOST.get(name, np.inf) for name in names])
-        change = np.minimum(logs + change, most) - logs
-        logs, now = logs + change, predicted(logs + change, f"step {step}")
+        change = np.clip(at + change, *_limits(names)) - at
+        at, now = at + change, predicted(at + change, f"step {step}")
         if np.abs(change).max() < ENOUGH:
             break
-    leverage = np.einsum("ij,ji->i", slopes, np.linalg.solve(inner, slopes.T)) / KNOWN_TO**2
-    left_out = np.expm1((now - measured) / np.maximum(1 - leverage, 1e-3))
+    leverage = slopes @ np.linalg.solve(inner, slopes.T) / KNOWN_TO**2
+    left_out = _left_out(now - measured, leverage, sources or range(len(runs)))
     fitted = CostFit(
-        _profile(cluster, runs[0].cluster, names, np.exp(logs)),
+        _profile(cluster, runs[0].cluster, names, at),
         np.exp(now).tolist(),
         np.expm1(now - measured).tolist(),
-        left_out.tolist(),
+        np.expm1(left_out).tolist(),
         np.expm1(first - measured).tolist(),
     )
-    return fitted._replace(
-        profile=replace(fitted.profile, fit={"runs": len(runs), **fitted.summary()})
-    )
+    told = {
+        "runs": len(runs),
+        **fitted.summary(),
+        **sureness(left_out, [_job(run) for run in runs]),
+    }
+    return fitted._replace(profile=replace(fitted.profile, fit=told))
 
 
-def _start(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
-    """Return the constants' defaults."""
+def _left_out(errors: np.ndarray, leverage: np.ndarray, sources: Sequence[Hashable]) -> np.ndarray:
+    """Return the error of each run by constants that were fitted without its source.
+
+    Args:    leverage: how much each run's prediction moves with each measurement.
+    """
+    found = np.zeros(len(errors))
+    for source in dict.fromkeys(sources):
+        mine = np.array([other == source for other in sources])
+        others = np.eye(mine.sum()) - leverage[np.ix_(mine, mine)]
+        found[mine] = np.linalg.solve(others, errors[mine])
+    return found
+
+
+def _job(run: Run) -> Hashable:
+    """Return what a run computed on what, whatever its plan: its plans compete."""
+    return run.config, run.batch, run.cluster.spec
+
+
+def _begin(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
+    """Return where the fit begins: the logs of the defaults; of `scores` its bytes."""
     topology = runs[0].cluster.topology
     wires = {"inside": topology.inside, "between": topology.between or topology.inside}
+    defaults = [
+        float(getattr(DEFAULT, name))
+        if name in RATES
+        else float(getattr(wires[name.split(".")[0]], name.split(".")[1]))
+        for name in names
+    ]
     return np.array(
         [
-            float(getattr(DEFAULT, name))
-            if name in RATES
-            else float(getattr(wires[name.split(".")[0]], name.split(".")[1]))
-            for name in names
+            value / BYTES if name == "scores" else np.log(value)
+            for name, value in zip(names, defaults, strict=True)
         ]
     )
 
 
-def _profile(
-    cluster: str, of: Cluster, names: Sequence[str], values: Sequence[float]
-) -> CostProfile:
-    """Return the profile of these constants."""
+def _limits(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the least and the most of each constant, as the fit moves it."""
+    least = [0.0 if name == "scores" else -np.inf for name in names]
+    return np.array(least), np.log([MOST.get(name, np.inf) for name in names])
+
+
+def _profile(cluster: str, of: Cluster, names: Sequence[str], at: np.ndarray) -> CostProfile:
+    """Return the profile of the constants where the fit is."""
     topology = of.topology
+    values = [
+        value * BYTES if name == "scores" else np.exp(value)
+        for name, value in zip(names, at, strict=True)
+    ]
     titles = {"inside": topology.inside.name, "between": (topology.between or topology.inside).name}
     rates = {}
     wires = dict[str, dict[str, float]]()
@@ -177,12 +224,17 @@ class Predictor:
 
     def __call__(self, run: Run, profile: CostProfile) -> float:
         cluster = profile.applied(run.cluster)
+        rates = Rates.of(cluster.device, profile)
+        if run.scores:
+            passed = rates.efficiency.scores + run.scores
+            rates = replace(rates, efficiency=replace(rates.efficiency, scores=passed))
         return simulate(
             run.plan,
             run.config,
             cluster,
             batch=run.batch,
-            rates=Rates.of(cluster.device, profile),
+            rates=rates,
+            float32_gradients=run.float32_gradients,
             traces=self._trace,
         ).step_seconds
 

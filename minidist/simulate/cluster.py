@@ -47,9 +47,10 @@ class _TierEntry(msgspec.Struct):
 
 class _ClusterEntry(msgspec.Struct):
     """A cluster, whose missing keys `Cluster.parse` names; Topology and Device say what they
-    mean."""
+    mean. like: another cluster, whose keys it takes where it has none of its own."""
 
     device: str = ""
+    like: str = ""
     peak: dict[str, Positive] = {}
     memory_bytes: Positive = 1.0
     memory_bandwidth: Positive = 1.0
@@ -60,6 +61,8 @@ class _ClusterEntry(msgspec.Struct):
     host_bytes: Positive | None = None
     host_bandwidth: Positive | None = None
     memory_kind: str = ""
+    reach: dict[str, Positive] = {}
+    units: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
     kind: Literal["switch", "mesh", "pcie", ""] = ""
     nics: Places = 1
     rails: bool = True
@@ -82,6 +85,11 @@ class _ClusterFile(msgspec.Struct):
     tier: dict[str, _TierEntry] = {}
     cluster: dict[str, _ClusterEntry] = {}
 
+
+POWER = 0.2
+"""The best product of a device with w times the watts is w**POWER times as fast. Bekman, Machine
+Learning Engineering, 2026: an A100 of 300 W reaches 253 TFLOP/s, one of 400 W 271 (0.24); an H100
+of 700 W 795, a GH200 of 900 W 829 (0.17)."""
 
 OWN_FILE = Path(__file__).with_name("clusters.toml")
 
@@ -141,7 +149,7 @@ class Cluster:
             )
         spec = ":".join([*([path] if path else []), found, shape])
         try:
-            return _build(found, spec, tables["cluster"][found], tables, shape)
+            return _build(found, spec, _whole_entry(found, tables), tables, shape)
         except KeyError as error:
             raise ConfigError(
                 f"cluster {name} lacks {error.args[0]!r}; {OWN_FILE.name} shows what one needs"
@@ -245,6 +253,30 @@ def _tables(file: str | Path | None) -> dict[str, dict[str, Any]]:
     return tables
 
 
+def _whole_entry(name: str, tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a cluster, with those of the cluster that it is like."""
+    entry = tables["cluster"][name]
+    if "like" not in entry:
+        return dict(entry)
+    known = {other: table for other, table in tables["cluster"].items() if "like" not in table}
+    if entry["like"] not in known:
+        raise ConfigError(
+            f"cluster {name} is like {entry['like']!r}{meant(entry['like'], known)}; choose from "
+            f"{', '.join(sorted(known))}"
+        )
+    base = known[entry["like"]]
+    whole: dict[str, Any] = {**base, **entry}
+    whole["source"] = {**base.get("source", {}), **entry.get("source", {})}
+    if "watts" in entry and "watts" in base:
+        if "reach" not in entry:
+            clock = (entry["watts"] / base["watts"]) ** POWER
+            whole["reach"] = {dtype: share * clock for dtype, share in base["reach"].items()}
+        if "node_watts" in base and "node_watts" not in entry:
+            beside = base["node_watts"] / base["per_node"] - base["watts"]
+            whole["node_watts"] = whole["per_node"] * (entry["watts"] + beside)
+    return whole
+
+
 def _build(
     name: str, spec: str, entry: Mapping[str, Any], tables: Mapping[str, Any], shape: str
 ) -> Cluster:
@@ -290,6 +322,8 @@ def _build(
         host_bandwidth=entry["host_bandwidth"] / entry["per_node"]
         if "host_bandwidth" in entry
         else None,
+        reach=entry.get("reach", {}),
+        units=int(entry.get("units", 0)),
     )
     tiers = {
         key: Tier(key, tier["bandwidth"], tier["alpha"], tier.get("bytes"))

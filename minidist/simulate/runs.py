@@ -53,6 +53,8 @@ COLUMNS = {
     "accumulate": "backward passes of a step (1)",
     "precision": "fp32, bf16, fp16, fp8 (bf16)",
     "checkpoint": "what is computed again: none, scores, all, 0,2 (none)",
+    "gradients": "float32: kept and sent so, as Megatron's main gradients (as the weights)",
+    "scores": "bytes of an attention score that each kernel passes through memory (0: fused)",
     "memory": "GiB of the fullest device, measured",
 }
 """The columns of a file of runs. seconds, devices, batch, and a model or its sizes are needed."""
@@ -82,6 +84,8 @@ class Run(NamedTuple):
     cluster: Cluster
     seconds: float
     memory_bytes: float | None = None  # of the fullest device
+    float32_gradients: bool = False
+    scores: float = 0.0  # as Efficiency.scores, beside that of the constants
 
 
 def tables() -> list[str]:
@@ -185,7 +189,16 @@ def _run(
         machine,
         seconds,
         float(row["memory"]) * 2**30 if "memory" in row else None,
+        _float32_gradients(row),
+        _whole(row, "scores") if "scores" in row else 0.0,
     )
+
+
+def _float32_gradients(row: Mapping[str, str]) -> bool:
+    said = row.get("gradients")
+    if said not in (None, "float32"):
+        raise ConfigError(f"gradients={said[:40]}: choose float32, or leave it out")
+    return said is not None
 
 
 def _config(row: Mapping[str, str], model: Callable[[str], GPTConfig]) -> GPTConfig:

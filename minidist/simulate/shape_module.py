@@ -18,7 +18,7 @@ import numpy as np
 
 from minidist.device.backend import FLOATS
 from minidist.simulate import recording, strides
-from minidist.simulate.attention_flops import attention_flops
+from minidist.simulate.attention_flops import attention_flops, scores_of
 from minidist.simulate.no_gpu import NO_GPU
 from minidist.simulate.shape_array import ShapeArray
 from minidist.simulate.strides import Shape
@@ -374,7 +374,13 @@ class Shapes:
         )
         flops = attention_flops(name, given)
         kind = next((x.dtype for x in arrays if x.dtype in FLOATS), np.dtype(np.float32))
-        self.kernel("attention" if flops else "memory", kind, flops, sum(x.nbytes for x in arrays))
+        self.kernel(
+            "attention" if flops else "memory",
+            kind,
+            flops,
+            sum(x.nbytes for x in arrays),
+            scores_of(given) if flops else (),
+        )
 
 
 _MODULES = {device: Shapes(device) for device in ("cpu", "cuda")}

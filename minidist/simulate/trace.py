@@ -21,7 +21,8 @@ class Kernel(NamedTuple):
     dtype: str  # in which it computes
     flops: float  # additions and multiplications of its products
     nbytes: float  # read and written
-    # of a matmul: (matrices, m, k, n); of a pass on a host: (inner loops,) if several
+    # of a matmul: (matrices, m, k, n); of attention: (scores,); of a pass on a host: (inner
+    # loops,) if several
     size: tuple[int, ...] = ()
 
 

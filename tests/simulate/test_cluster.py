@@ -6,7 +6,10 @@ from minidist.errors import ConfigError
 from minidist.reading import read_toml
 from minidist.simulate.cluster import OWN_FILE, Cluster, names
 
-KNOWN = ["a100-40g", "a100-80g", "b200", "h100", "h200", "mi300x", "tpu-v4", "tpu-v5p", "v100"]
+KNOWN = [
+    *("a100-40g", "a100-80g", "a100-pcie", "b200", "h100", "h100-500w", "h100-pcie", "h200"),
+    *("mi300x", "tpu-v4", "tpu-v5p", "v100"),
+]
 OWN = """
 [wire.my-net]
 bandwidth = 2e9
@@ -32,6 +35,25 @@ def test_the_clusters_there_are():
         assert cluster.size == 8
         assert cluster.device.peak("float16" if name == "v100" else "bfloat16") > 1e14
         assert len(cluster.route(0, 7)) >= 1
+
+
+def test_a_variant_differs_only_in_what_it_says():
+    """An H100 of 500 W: the memory of its own, the wires of an H100; its products are slower."""
+    usual, variant = (Cluster.parse(f"{name}:8") for name in ("h100", "h100-500w"))
+    assert variant.device.memory_bandwidth == 2400e9
+    assert variant.device.units == usual.device.units == 132
+    assert variant.topology.inside == usual.topology.inside
+    assert variant.host_watts == pytest.approx(usual.host_watts)
+    best = [cluster.device.best("bfloat16") for cluster in (usual, variant)]
+    assert best[1] / best[0] == pytest.approx((500 / 700) ** 0.2)
+    assert variant.device.peak("bfloat16") == usual.device.peak("bfloat16")
+
+
+def test_a_variant_of_a_cluster_that_there_is_not(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text('[cluster.mine]\nlike = "h10"\nwatts = 500\n')
+    with pytest.raises(ConfigError, match="mine is like 'h10'; did you mean h100"):
+        Cluster.parse(f"{path}:mine:8")
 
 
 def test_every_number_has_a_source():
