@@ -26,7 +26,7 @@ from minidist.errors import ConfigError
 from minidist.reading import NotNegative, Positive, read_toml, require
 from minidist.simulate.device import Device, Tier
 from minidist.simulate.names import known_name, suggestion
-from minidist.simulate.topology import Link, Topology, Wire, most_even
+from minidist.simulate.topology import WIRE_NUMBERS, Link, Topology, Wire, most_even
 
 MOST_BYTES = 16 << 20  # of a file of clusters
 Places = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -37,6 +37,9 @@ class _WireEntry(msgspec.Struct):
     bandwidth: Positive
     share: Positive = 1.0
     in_switch: NotNegative = 0.0
+    start: NotNegative = 0.0
+    ll128: Positive = 0.92
+    fill: NotNegative = 0.0
 
 
 class _TierEntry(msgspec.Struct):
@@ -185,10 +188,7 @@ class Cluster:
 
         def changed(wire: Wire) -> Wire:
             numbers = wires.get(wire.name, {})
-            return wire._replace(
-                alpha=numbers.get("alpha", wire.alpha),
-                bandwidth=numbers.get("bandwidth", wire.bandwidth),
-            )
+            return wire._replace(**{key: numbers[key] for key in WIRE_NUMBERS if key in numbers})
 
         between = self.topology.between
         return replace(
@@ -367,5 +367,5 @@ def _wire(name: str, tables: Mapping[str, Any]) -> Wire:
         name,
         float(entry["alpha"]),
         float(entry["bandwidth"]) * float(entry.get("share", 1.0)),
-        in_switch=float(entry.get("in_switch", 0.0)),
+        **{key: float(entry[key]) for key in WIRE_NUMBERS[2:] if key in entry},
     )
