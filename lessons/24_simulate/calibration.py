@@ -4,6 +4,7 @@ more.
     python lessons/24_simulate/calibration.py          # predicts with the fitted constants of
                                                        a100.json: some minutes
     python lessons/24_simulate/calibration.py --fit    # fits them again first: some minutes more
+    python lessons/24_simulate/calibration.py --collectives    # only the section on NCCL: seconds
 
 The tables are minidist/simulate/published/*.csv, each with its source. The fit never sees the
 tables of UNSEEN.
@@ -19,6 +20,9 @@ import numpy as np
 
 from minidist.files import whole
 from minidist.simulate.calibrate import PUBLISHED, Predictor, Run, fit, read_runs
+from minidist.simulate.measured_calls import MIB, Constants, Measured, chosen, defaults, errors
+from minidist.simulate.measured_calls import fit as fit_calls
+from minidist.simulate.measured_calls import tables as call_tables
 from minidist.simulate.rates import CostProfile
 
 HERE = Path(__file__).resolve().parent
@@ -57,6 +61,20 @@ of their own peaks, and their wires keep the defaults. An error is predicted / m
 
 <!-- measured by: python lessons/24_simulate/calibration.py -->
 """
+
+NCCL = """## NCCL's all-reduce
+
+Tables of `nccl-tests`, and two of `torch.distributed`, that others published
+(`minidist/simulate/published/collectives/`), beside `minidist/simulate/library.py`. An error is predicted / measured -
+1; means are of absolute errors. "Left out" has constants that were fitted to the other tables only.
+
+No constants are right for all tables: an all-reduce of 16 MiB on 8 A100s takes 213, 273 and 274 µs in three of them.
+The times of dkh, dudeperf3ct and Sheffield hold how one process starts the kernels of all GPUs one after the other. The
+times of vidur hold the wait for the last process.
+
+<!-- measured by: python lessons/24_simulate/calibration.py --collectives -->
+"""
+NCCL_END = "<!-- end of NCCL -->\n\n"
 
 GAPS = """## Known gaps
 
@@ -188,6 +206,54 @@ def constants(profile: CostProfile) -> str:
     )
 
 
+SHOWN = (1, 2, 4, 8, 16, 32, 64, 256, 1024)  # MiB
+
+
+def collectives() -> str:
+    """Return the section on NCCL: the mean errors of every table, and the errors by size."""
+    tables = call_tables()
+    means = [
+        "| table | rows | 1 to 64 MiB | worst | from 128 MiB | left out: 1 to 64 MiB | worst | "
+        "from 128 MiB |",
+        "| --- |" + " ---: |" * 7,
+    ]
+    by_size = [
+        "| table, devices | " + " | ".join(f"{size} MiB" for size in SHOWN) + " |",
+        "| --- |" + " ---: |" * len(SHOWN),
+    ]
+    all_means = []
+    for table, rows in tables.items():
+        others = fit_calls({name: known for name, known in tables.items() if name != table})
+        both = np.array([mean_errors(rows, constants) for constants in (defaults(), others)])
+        all_means.append(both)
+        means.append(f"| {table} | {len(rows)} | {_cells(both)} |")
+        for cluster in dict.fromkeys(row.cluster for row in rows):
+            of_size = {row.nbytes // MIB: row for row in rows if row.cluster == cluster}
+            cells = [error_and_way(of_size[size]) if size in of_size else "–" for size in SHOWN]
+            by_size.append(f"| {table}, {cluster.split(':')[1]} | {' | '.join(cells)} |")
+    means.append(f"| mean of the tables | | {_cells(np.nanmean(all_means, axis=0))} |")
+    told = "The errors by size, and what NCCL is taken to choose:"
+    return "\n".join([NCCL, *means, "", told, "", *by_size, "", NCCL_END])
+
+
+def mean_errors(rows: list[Measured], constants: Constants) -> list[float]:
+    """Return the mean and the worst absolute error from 1 to 64 MiB, and the mean above."""
+    short = np.abs(errors([row for row in rows if MIB <= row.nbytes <= 64 * MIB], constants))
+    long = np.abs(errors([row for row in rows if row.nbytes > 64 * MIB], constants))
+    return [short.mean(), short.max(), long.mean() if long.size else np.nan]
+
+
+def _cells(numbers: np.ndarray) -> str:
+    return " | ".join("–" if np.isnan(number) else f"{number:.1%}" for number in numbers.flat)
+
+
+def error_and_way(row: Measured) -> str:
+    """Return the error of a row, and the way and protocol that NCCL is taken to choose."""
+    taken = chosen(row.cluster, row.nbytes)
+    way = taken.name if "switch" in taken.name else f"{taken.name} {taken.protocol.name}"
+    return f"{errors([row])[0]:+.0%}, {way}"
+
+
 def main() -> None:
     """Fit if asked, predict, write the page."""
     parser = argparse.ArgumentParser(
@@ -196,7 +262,17 @@ def main() -> None:
     parser.add_argument(
         "--fit", action="store_true", help="fit the constants again, and write a100.json"
     )
-    if parser.parse_args().fit:
+    parser.add_argument(
+        "--collectives", action="store_true", help="write only the section on NCCL's calls again"
+    )
+    args = parser.parse_args()
+    if args.collectives:
+        page = HERE / "CALIBRATION.md"
+        before, _, rest = page.read_text(encoding="utf-8").partition(NCCL.splitlines()[0])
+        with whole(page) as draft:
+            draft.write_text(before + collectives() + rest.partition(NCCL_END)[2], encoding="utf-8")
+        return
+    if args.fit:
         runs = [run for name, cluster in FITTED.items() for run in table(name, cluster)]
         fit(
             runs, Predictor(), "a100-80g", CONSTANTS, lambda text: print(text, flush=True)
@@ -209,6 +285,7 @@ def write(tables: dict[str, list[Row]], profile: CostProfile) -> None:
     """Write the page."""
     parts = [HEAD, summary(tables), constants(profile), "## The tables\n"]
     parts += [section(name, rows) for name, rows in tables.items()] + ["<!-- end -->\n"]
+    parts.append(collectives())
     with whole(HERE / "CALIBRATION.md") as draft:
         draft.write_text("\n".join([*parts, GAPS]), encoding="utf-8")
 

@@ -1,15 +1,16 @@
-"""The section of CALIBRATION.md on NCCL: all-reduces that others measured, and what library.py says
-of them.
+"""Chapter 24 · All-reduces that others measured, beside what library.py says of them.
 
-    python lessons/24_simulate/collectives.py          # the section alone, some seconds
-    python lessons/24_simulate/collectives.py --fit    # the constants that fit all tables best
+    tables()                                   # rows of published/collectives/*.csv, by table
+    errors(tables()["vidur-a100"])             # predicted / measured - 1
+    fit(tables())                              # the constants of clusters.toml that fit best
 
-The tables are minidist/simulate/published/collectives/*.csv. The constants of clusters.toml that
-say "measured: published/collectives" are those of --fit, rounded. A table is judged twice: by these
-constants, and by constants that were fitted to all other tables.
+    python -m minidist.simulate.measured_calls     # prints them: some seconds
+
+The constants of clusters.toml with the source "measured: published/collectives" are fit()'s,
+rounded. Lesson 24's CALIBRATION.md tells the errors, and those of constants that were fitted without
+the table that they are tried on.
 """
 
-import argparse
 import csv
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -38,14 +39,6 @@ FITTED = (
 it."""
 SHORT = 0.25  # weight of an array below 1 MiB
 ROUNDS = 12  # of the search
-
-HEAD = """## NCCL's all-reduce
-
-Tables of `nccl-tests`, and one of `torch.distributed`, that others published
-(`minidist/simulate/published/collectives/`), beside `library.py`. An error is predicted / measured - 1. "Left out" has
-the constants that were fitted to the other tables only (a wire that no other table has keeps the defaults). The tables
-differ among themselves: 8 A100s add 16 MiB in 213 to 274 µs.
-"""
 
 
 class Measured(NamedTuple):
@@ -88,7 +81,7 @@ def _library(cluster: str) -> Library:
 
 
 @lru_cache(maxsize=1024)
-def _chosen(cluster: str, nbytes: int) -> Chosen:
+def chosen(cluster: str, nbytes: int) -> Chosen:
     """Return what NCCL chooses, on which no fitted constant acts."""
     return _library(cluster).chosen("all_reduce", Operands(nbytes))
 
@@ -104,8 +97,7 @@ def predicted(rows: Iterable[Measured], constants: Constants = DEFAULT) -> np.nd
         if row.cluster not in libraries:
             usual = _library(row.cluster)
             libraries[row.cluster] = Library(usual.members, usual.cluster.rewired(wires))
-        chosen = _chosen(row.cluster, row.nbytes)
-        seconds.append(libraries[row.cluster].seconds(chosen, row.nbytes))
+        seconds.append(libraries[row.cluster].seconds(chosen(row.cluster, row.nbytes), row.nbytes))
     return np.array(seconds)
 
 
@@ -160,74 +152,6 @@ def defaults() -> dict[tuple[str, str], float]:
     return {(wire, key): getattr(wires[wire], key) for wire, key in FITTED}
 
 
-SHOWN = (1, 2, 4, 8, 16, 32, 64, 256, 1024)  # MiB
-
-
-def section() -> str:
-    """Return the section: a summary, and the errors of every table by size."""
-    summary = [
-        "| table | rows | 1 to 64 MiB: mean | worst | from 128 MiB: mean | left out: 1 to 64 MiB | "
-        "from 128 MiB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    by_size = [
-        "| table, devices | " + " | ".join(f"{size} MiB" for size in SHOWN) + " |",
-        "| --- |" + " ---: |" * len(SHOWN),
-    ]
-    means = []
-    for table, rows in tables().items():
-        others = fit({name: known for name, known in tables().items() if name != table})
-        cells = []
-        for constants in (defaults(), others):
-            short = [row for row in rows if MIB <= row.nbytes <= 64 * MIB]
-            long = [row for row in rows if row.nbytes > 64 * MIB]
-            apart = np.abs(errors(short, constants))
-            cells += [f"{apart.mean():.1%}", f"{apart.max():.1%}"]
-            cells.append(f"{np.abs(errors(long, constants)).mean():.1%}" if long else "–")
-            means.append((apart.mean(), np.abs(errors(long, constants)).mean() if long else np.nan))
-        del cells[4]
-        summary.append(f"| {table} | {len(rows)} | {' | '.join(cells)} |")
-        for cluster in dict.fromkeys(row.cluster for row in rows):
-            of = {row.nbytes // MIB: row for row in rows if row.cluster == cluster}
-            told = [
-                f"{errors([of[size]])[0]:+.0%}, {_told(of[size])}" if size in of else "–"
-                for size in SHOWN
-            ]
-            by_size.append(f"| {table}, {cluster.split(':')[1]} | {' | '.join(told)} |")
-    (short, long), (left, left_long) = (np.nanmean(np.array(means)[at::2], axis=0) for at in (0, 1))
-    summary.append(
-        f"| mean of the tables | | {short:.1%} | | {long:.1%} | {left:.1%} | {left_long:.1%} |"
-    )
-    return "\n".join(
-        [
-            HEAD,
-            *summary,
-            "",
-            "The errors by size, and what NCCL is taken to choose:",
-            "",
-            *by_size,
-            "",
-        ]
-    )
-
-
-def _told(row: Measured) -> str:
-    chosen = _chosen(row.cluster, row.nbytes)
-    return chosen.name if "switch" in chosen.name else f"{chosen.name} {chosen.protocol.name}"
-
-
-def main() -> None:
-    """Print the section, or the constants."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--fit", action="store_true", help="fit the constants, and print them")
-    if parser.parse_args().fit:
-        for (wire, key), value in fit(tables()).items():
-            print(f"[wire.{wire}] {key} = {value:.3g}")
-    else:
-        print(section())
-
-
 if __name__ == "__main__":
-    main()
+    for (_wire, _key), _value in fit(tables()).items():
+        print(f"[wire.{_wire}] {_key} = {_value:.3g}")
