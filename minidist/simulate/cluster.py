@@ -52,6 +52,7 @@ class _ClusterEntry(msgspec.Struct):
     """A cluster, whose missing keys `Cluster.parse` names; Topology and Device say what they
     mean."""
 
+    like: str | None = None
     device: str = ""
     peak: dict[str, Positive] = {}
     memory_bytes: Positive = 1.0
@@ -59,7 +60,9 @@ class _ClusterEntry(msgspec.Struct):
     per_node: Places = 1
     inside: str = ""
     network: str | None = None
+    uplink: str | None = None
     host: str | None = None
+    below: str | None = None
     host_bytes: Positive | None = None
     host_bandwidth: Positive | None = None
     memory_kind: str = ""
@@ -96,6 +99,7 @@ class Cluster:
     Attributes: name        "h100"; spec "h100:128x8"
                 nodes, per_node, size
                 tiers       memory beyond the device, by name: host, disk, cxl2
+                below       the tier below the host's memory, where files of offloading lie
                 host_watts  of a node without its devices, a device; None where no source states it
                 overlaps    whether calls run beside computation; not where the ranks themselves
                             fill all cores
@@ -119,6 +123,7 @@ class Cluster:
     call: float = 0.0
     pair: float = 0.0
     alone: Device | None = None
+    below: str = "disk"
 
     @classmethod
     def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":
@@ -201,11 +206,9 @@ class Cluster:
         )
 
     def move_seconds(self, lane: str, nbytes: int) -> float:
-        """Return seconds of a copy between device and host, or between host and the disk or CXL
-        memory that `lane` names."""
-        tier = next(
-            (tier for name, tier in self.tiers.items() if name != "host" and name in lane), None
-        )
+        """Return seconds of a copy between device and host, or between host and what lies below it
+        (the lane names "disk", whatever it is)."""
+        tier = self.tiers.get(self.below if "disk" in lane else "host")
         tier = tier or self.tiers.get("host")
         if tier is None:
             raise ConfigError(
@@ -242,7 +245,24 @@ def _tables(file: str | Path | None) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"cluster file {path}: {error}") from error
         for kind, table in tables.items():
             table.update(read.get(kind, {}))
-    return tables
+    return {**tables, "cluster": _inherited(tables["cluster"])}
+
+
+def _inherited(clusters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the clusters, with the keys of another where one says `like = "NAME"`."""
+    found = {}
+    for name, entry in clusters.items():
+        if "like" in entry:
+            like = clusters.get(entry["like"])
+            if like is None or "like" in like:
+                raise ConfigError(
+                    f"cluster {name} is like {entry['like']!r}; choose one that is like no other: "
+                    f"{', '.join(other for other in clusters if 'like' not in clusters[other])}"
+                )
+            source = {**like.get("source", {}), **entry.get("source", {})}
+            entry = {**like, **entry, "source": source}
+        found[name] = entry
+    return found
 
 
 def _build(
@@ -275,7 +295,10 @@ def _build(
         )
         if key in entry
     }
-    topology = Topology(per_node, inside, entry.get("kind", ""), between, torus=torus, **options)
+    uplink = _wire(entry["uplink"], tables) if "uplink" in entry else None
+    topology = Topology(
+        per_node, inside, entry.get("kind", ""), between, torus=torus, uplink=uplink, **options
+    )
     node_watts = entry.get("node_watts")
     watts = entry.get("watts")
     device = Device(
@@ -297,7 +320,15 @@ def _build(
     }
     if "host" in entry:
         host = _wire(entry["host"], tables)
-        tiers["host"] = Tier("host", host.bandwidth, host.alpha, entry.get("host_bytes"))
+        bandwidth = host.bandwidth
+        if uplink is not None:  # all devices below a PCIe switch move at once
+            bandwidth = min(bandwidth, uplink.bandwidth / min(topology.per_switch, per_node))
+        tiers["host"] = Tier("host", bandwidth, host.alpha, entry.get("host_bytes"))
+    below = entry.get("below", "disk")
+    if below not in tiers:
+        raise ConfigError(
+            f"cluster {name}: no tier {below!r}{meant(below, tiers)}; there are {', '.join(tiers)}"
+        )
     return Cluster(
         name,
         spec,
@@ -308,6 +339,7 @@ def _build(
         tiers,
         None if node_watts is None or watts is None else node_watts / entry["per_node"] - watts,
         entry.get("source", {}),
+        below=below,
     )
 
 
