@@ -7,8 +7,8 @@ from minidist.reading import read_toml
 from minidist.simulate.cluster import OWN_FILE, Cluster, names
 
 KNOWN = [
-    *("a100-40g", "a100-80g", "a100-pcie", "b200", "h100", "h100-500w", "h100-pcie", "h200"),
-    *("mi300x", "tpu-v4", "tpu-v5p", "v100"),
+    *("a100-40g", "a100-80g", "a100-pcie", "b200", "gh200", "h100", "h100-500w", "h100-cxl"),
+    *("h100-pcie", "h100-pcie6", "h200", "mi300x", "tpu-v4", "tpu-v5p", "v100"),
 ]
 OWN = """
 [wire.my-net]
