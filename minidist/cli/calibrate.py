@@ -23,7 +23,7 @@ from minidist.console import write_json
 from minidist.errors import ConfigError
 from minidist.files import DISK_FAILED, check_writable
 from minidist.progress import progress
-from minidist.simulate.calibrate import CONSTANTS, FITTED, CostFit, Predictor, fit
+from minidist.simulate.calibrate import CONSTANTS, CostFit, Predictor, fit
 from minidist.simulate.runs import COLUMNS, Run, read_runs
 from minidist.terminal import Console
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     for option in ("out", "json"):
         check_writable(f"--{option}", getattr(args, option))
     runs = read_runs(args.runs, args.cluster)
-    names = args.fit.split(",") if args.fit else FITTED
+    names = args.fit.split(",") if args.fit else CONSTANTS
     console = Console(highlight=False)
     with progress("reading") as show:
         fitted = fit(runs, Predictor(), args.cluster, names, show)

@@ -12,8 +12,8 @@ closest to the measured ones: Gauss-Newton steps, shortened until they come clos
     (log constant - log default)²  / usual²         over the constants: how far each is from its
                                                     default on one machine or another (USUAL)
 
-so that a constant on which no run depends keeps its default. `scores`, whose default is 0, is moved
-by bytes. Whether the host or the device is the slower one, and whether scores pass through memory,
+so that a constant on which no run depends keeps its default. `scores` and `logits`, whose
+defaults are 0, are moved by bytes. Whether the host or the device is the slower one, and whether scores pass through memory,
 are questions of either-or, which no slope answers: the fit begins at the best of several answers.
 How well it fits is told by leaving out each run in turn: the error of a run that the
 constants were not fitted to (from the last step's derivatives, which is exact for a model that is
@@ -52,12 +52,14 @@ ENOUGH = 1e-3  # change of every log at which no more steps are made
 LENGTHS = (1.0, 0.5, 0.25, 0.1)  # of a step, the first that comes closer
 NUDGE = 0.05  # change of a log by which derivatives are taken
 MOST = {"matmul_share": 1.0, "attention_share": 1.0, "memory_share": 1.0}
-BYTES = 8.0  # of a score, that count as much as a factor of e of another constant
+BYTES = {"scores": 8.0, "logits": 32.0}
+"""Of a score and a logit: what counts as much as a factor of e of another constant."""
 USUAL = {
     "matmul_share": 0.15,
     "half": 0.7,
     "attention_share": 0.3,
     "scores": 1.0,
+    "logits": 1.0,
     "memory_share": 0.2,
     "host": 1.0,
     "launch": 1.0,
@@ -67,16 +69,22 @@ USUAL = {
     "between.bandwidth": 0.3,
 }
 """Standard deviation of the log of each constant, of machines and frameworks; assumed."""
-BEGINNINGS = [(host, scores) for host in (10e-6, 20e-6, 40e-6) for scores in (0.0, 8.0)]
-"""Seconds of the host a kernel, and bytes of a score, of which the fit begins with the best."""
+BEGINNINGS = [
+    {"host": np.log(host), "scores": passes, "logits": passes}
+    for host in (10e-6, 20e-6, 40e-6)
+    for passes in (0.0, 1.0)
+]
+"""Where the fit may begin: seconds of the host a kernel, scores and logits that stay on the chip or
+pass through memory."""
 
-RATES = ("matmul_share", "half", "attention_share", "scores", "memory_share", "host", "launch")
+RATES = (
+    *("matmul_share", "half", "attention_share", "scores", "logits", "memory_share"),
+    *("host", "launch"),
+)
 WIRES = ("inside.alpha", "inside.bandwidth", "between.alpha", "between.bandwidth")
 CONSTANTS = (*RATES, *WIRES)
 """What can be fitted: rates of the device (simulate/device.py), and the wires inside nodes and
 between them."""
-FITTED = tuple(name for name in CONSTANTS if name != "launch")
-"""What is fitted if nothing else is asked for: with `host` no run tells `launch` apart."""
 Predict = Callable[[Run, CostProfile], float]
 """Seconds of a run's step with a profile's constants."""
 
@@ -107,7 +115,7 @@ def fit(
     runs: Sequence[Run],
     predict: Predict,
     cluster: str,
-    names: Sequence[str] = FITTED,
+    names: Sequence[str] = CONSTANTS,
     progress: Callable[[str], None] = lambda text: None,
     sources: Sequence[str] = (),
 ) -> CostFit:
@@ -207,7 +215,7 @@ def _job(run: Run) -> Hashable:
 
 
 def _begin(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
-    """Return where the fit begins: the logs of the defaults; of `scores` its bytes."""
+    """Return where the defaults are: their logs; of `scores` and `logits` their bytes."""
     topology = runs[0].cluster.topology
     wires = {"inside": topology.inside, "between": topology.between or topology.inside}
     defaults = [
@@ -218,7 +226,7 @@ def _begin(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
     ]
     return np.array(
         [
-            value / BYTES if name == "scores" else np.log(value)
+            value / BYTES[name] if name in BYTES else np.log(value)
             for name, value in zip(names, defaults, strict=True)
         ]
     )
@@ -226,8 +234,7 @@ def _begin(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
 
 def _beginnings(begin: np.ndarray, names: Sequence[str]) -> Iterator[np.ndarray]:
     """Yield the places where the fit may begin, beside the defaults."""
-    for host, scores in BEGINNINGS:
-        given = {"host": np.log(host), "scores": scores / BYTES}
+    for given in BEGINNINGS:
         there = [given.get(name, value) for name, value in zip(names, begin, strict=True)]
         if there != begin.tolist():
             yield np.array(there)
@@ -235,7 +242,7 @@ def _beginnings(begin: np.ndarray, names: Sequence[str]) -> Iterator[np.ndarray]
 
 def _limits(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the least and the most of each constant, as the fit moves it."""
-    least = [0.0 if name == "scores" else -np.inf for name in names]
+    least = [0.0 if name in BYTES else -np.inf for name in names]
     return np.array(least), np.log([MOST.get(name, np.inf) for name in names])
 
 
@@ -243,7 +250,7 @@ def _profile(cluster: str, of: Cluster, names: Sequence[str], at: np.ndarray) ->
     """Return the profile of the constants where the fit is."""
     topology = of.topology
     values = [
-        value * BYTES if name == "scores" else np.exp(value)
+        value * BYTES[name] if name in BYTES else np.exp(value)
         for name, value in zip(names, at, strict=True)
     ]
     titles = {"inside": topology.inside.name, "between": (topology.between or topology.inside).name}
@@ -271,9 +278,10 @@ class Predictor:
     def __call__(self, run: Run, profile: CostProfile) -> float:
         cluster = profile.applied(run.cluster)
         rates = Rates.of(cluster.device, profile)
-        if run.scores:
-            passed = rates.efficiency.scores + run.scores
-            rates = replace(rates, efficiency=replace(rates.efficiency, scores=passed))
+        if run.scores or run.logits:
+            own = rates.efficiency
+            passing = replace(own, scores=own.scores + run.scores, logits=own.logits + run.logits)
+            rates = replace(rates, efficiency=passing)
         return simulate(
             run.plan,
             run.config,

@@ -24,8 +24,10 @@ class Efficiency:
     # of what the best product reaches: FlashAttention-2 reaches 0.50 to 0.73 of an A100's peak
     # (Dao 2023)
     attention_share: float = 0.65
-    # bytes that pass through memory for each score and kernel; 0: scores stay on the chip
+    # bytes that pass through memory for each score and each logit, a kernel of the attention or the
+    # loss; 0: they stay on the chip, as here. Other frameworks compute them pass by pass
     scores: float = 0.0
+    logits: float = 0.0
     # of the bandwidth: assumed; STREAM reaches about 0.9 of it (Deakin et al. 2018)
     memory_share: float = 0.85
     # seconds between two kernels, and of the shortest kernel, on a V100: NVIDIA, Getting Started

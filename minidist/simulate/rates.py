@@ -1,12 +1,13 @@
 """Chapter 24 · Seconds of a kernel: matrix products by size, everything else by the bytes it reads
 and writes.
 
-    matmul              launch + max(FLOPs of its waves / (best · share), bytes / (bandwidth ·
-                        share), shortest) + cold · bytes + matrix · matrices of a stack
-    attention           launch + max(FLOPs / (best · share), bytes / (bandwidth · share), shortest)
+    matmul              launch + shortest + max(FLOPs of its waves / (best · share), bytes /
+                        (bandwidth · share)) + cold · bytes + matrix · matrices of a stack
+    attention           launch + shortest + max(FLOPs / (best · share), bytes / (bandwidth · share))
                         + bytes of its scores, if they pass through memory, / (bandwidth · share)
-    memory              launch + max(bytes / (bandwidth · share), shortest) + loop · inner loops, of
-                        a view with gaps
+    loss, memory        launch + shortest + bytes / (bandwidth · share); of a loss + bytes of its
+                        logits, if they pass through memory; of a view with gaps + loop · inner
+                        loops
     host                bytes / (the device's part of the host's bandwidth · share): what offloading
                         computes there
     python              python
@@ -111,9 +112,9 @@ class Rates:
         busy = kernel.nbytes / (device.memory_bandwidth * rates.memory_share * faster)
         if kernel.kind == "attention":
             busy = max(busy, kernel.flops / (device.best(kernel.dtype) * rates.attention_share))
-            if rates.scores:
-                passed = rates.scores * kernel.size[0]
-                busy += passed / (device.memory_bandwidth * rates.memory_share)
+            busy += self._passing(rates.scores, kernel)
+        elif kernel.kind == "loss":
+            busy += self._passing(rates.logits, kernel)
         elif kernel.kind == "matmul":
             flops = self._flops_of_waves(kernel) if device.units else self._slowed_flops(kernel)
             busy = max(busy, flops / (device.best(kernel.dtype) * rates.matmul_share))
@@ -124,9 +125,16 @@ class Rates:
             busy += rates.loop * kernel.size[0] if kernel.size else 0.0
         else:
             raise ConfigError(
-                f"a kernel is matmul, attention, memory, host or python, not {kernel.kind!r}"
+                f"a kernel is matmul, attention, loss, memory, host or python, not {kernel.kind!r}"
             )
         return self.slowdown * (rates.launch + rates.shortest + busy)
+
+    def _passing(self, nbytes: float, kernel: Priceable) -> float:
+        """Return the seconds in which scores or logits of so many bytes each pass through memory."""
+        if not nbytes:
+            return 0.0
+        bandwidth = self.device.memory_bandwidth * self.efficiency.memory_share
+        return nbytes * kernel.size[0] / bandwidth
 
     def _flops_of_waves(self, kernel: Priceable) -> float:
         """Return the FLOPs that all units could do while they compute a product in waves."""

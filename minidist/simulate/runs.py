@@ -55,6 +55,7 @@ COLUMNS = {
     "checkpoint": "what is computed again: none, scores, all, 0,2 (none)",
     "gradients": "float32: kept and sent so, as Megatron's main gradients (as the weights)",
     "scores": "bytes of an attention score that each kernel passes through memory (0: fused)",
+    "logits": "the same of a logit and the loss (0)",
     "memory": "GiB of the fullest device, measured",
 }
 """The columns of a file of runs. seconds, devices, batch, and a model or its sizes are needed."""
@@ -86,6 +87,7 @@ class Run(NamedTuple):
     memory_bytes: float | None = None  # of the fullest device
     float32_gradients: bool = False
     scores: float = 0.0  # as Efficiency.scores, beside that of the constants
+    logits: float = 0.0  # as Efficiency.logits
 
 
 def tables() -> list[str]:
@@ -190,7 +192,7 @@ def _run(
         seconds,
         float(row["memory"]) * 2**30 if "memory" in row else None,
         _float32_gradients(row),
-        _whole(row, "scores") if "scores" in row else 0.0,
+        *(_whole(row, name) if name in row else 0.0 for name in ("scores", "logits")),
     )
 
 

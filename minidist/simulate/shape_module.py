@@ -373,14 +373,13 @@ class Shapes:
             }.values()
         )
         flops = attention_flops(name, given)
+        size: tuple[int, ...] = scores_of(given) if flops else ()
+        label = "attention" if flops else "memory"
+        if name.startswith("cross_entropy"):
+            label = "loss"
+            size = (given["rows"] * given["columns"],)
         kind = next((x.dtype for x in arrays if x.dtype in FLOATS), np.dtype(np.float32))
-        self.kernel(
-            "attention" if flops else "memory",
-            kind,
-            flops,
-            sum(x.nbytes for x in arrays),
-            scores_of(given) if flops else (),
-        )
+        self.kernel(label, kind, flops, sum(x.nbytes for x in arrays), size)
 
 
 _MODULES = {device: Shapes(device) for device in ("cpu", "cuda")}

@@ -108,8 +108,6 @@ def test_the_page_says_what_the_simulator_predicts():
     predicted = Predictor()
     section = PAGE.read_text(encoding="utf-8").split("### llm-foundry-a100\n")[1]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
-    for row, run in list(
-        zip(rows, published("llm-foundry-a100"), strict=False)
-    )[:1]:
+    for row, run in list(zip(rows, published("llm-foundry-a100"), strict=False))[:1]:
         assert predicted(run, CostProfile("a100-80g")) == pytest.approx(float(row[3]), rel=1e-3)
         assert predicted(run, profile) == pytest.approx(float(row[5]), rel=1e-3)
