@@ -1,7 +1,8 @@
 """Write CALIBRATION.md and calibration.csv: the cost model judged on published steps that its
 constants were not fitted to.
 
-    python lessons/24_simulate/calibration.py
+    python lessons/24_simulate/calibration.py                  # every row that can be afforded
+    python lessons/24_simulate/calibration.py --rows 12        # of each source and kind of device
     python lessons/24_simulate/calibration.py --collectives    # only the section on NCCL: seconds
 
 Each row of minidist/simulate/published/*.csv that can be afforded is predicted twice: by the
@@ -15,8 +16,9 @@ import csv
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -52,10 +54,12 @@ DEVICES: dict[str, tuple[str, ...]] = {
 }
 """Kinds of devices, and how the names of their clusters begin."""
 MOST_DEVICES = 768
-MOST_PASSES = 700  # of a block, all ranks that differ together: a row's price
+MOST_PASSES = 800  # of a block, all ranks that differ together: a row's price
 FITTED_ROWS = 8  # of each source and kind of device, evenly spread over its rows
-FITTED_DEVICES = 128  # at most: a fit predicts each of its rows some forty times
+FITTED_DEVICES = 128  # at most, and
+FITTED_PASSES = 150  # at most: a fit predicts each of its rows some hundred times
 NAMES = tuple(name for name in CONSTANTS if not name.endswith("alpha"))
+T = TypeVar("T")
 
 
 class Judged(NamedTuple):
@@ -88,35 +92,44 @@ def device_of(run: Run) -> str:
     return next(name for name, begin in DEVICES.items() if run.cluster.name.startswith(begin))
 
 
-def affordable(run: Run) -> bool:
-    """Return whether a run is predicted here in seconds."""
-    plan = run.plan
+def affordable(run: Run, devices: int = MOST_DEVICES, passes: int = MOST_PASSES) -> bool:
+    """Return whether a run has no more devices, and simulates no more passes of blocks."""
     few, period = fewest(run)
-    passes = min(plan.pieces * plan.accumulate, 2 * few + period)
-    return run.cluster.size <= MOST_DEVICES and run.config.layers * passes <= MOST_PASSES
+    simulated = min(run.plan.pieces * run.plan.accumulate, 2 * few + period)
+    return run.cluster.size <= devices and run.config.layers * simulated <= passes
 
 
-def rows_of(table: str) -> list[Run]:
-    """Return the runs of a table that are predicted."""
-    return [run for run in published(table) if affordable(run)]
-
-
-def judge_device(device: str) -> tuple[list[Judged], list[Fit]]:
-    """Return the rows of a kind of device, in the order of the tables, and a fit for each source
-    that another one can be fitted without."""
-    measured = [
-        (table, source_of(table), run)
+@cache
+def rows_of(source: str, device: str) -> list[tuple[str, Run]]:
+    """Return the runs of a source on a kind of device that are predicted, with their tables."""
+    return [
+        (table, run)
         for table in tables()
-        for run in rows_of(table)
-        if device_of(run) == device
+        if source_of(table) == source
+        for run in published(table)
+        if device_of(run) == device and affordable(run) and run.plan.precision != "fp8"
+    ]
+
+
+def judge_device(device: str, most: int | None) -> tuple[list[Judged], list[Fit]]:
+    """Return the rows of a kind of device, and a fit without each of its sources.
+
+    Args:    most: rows of each source, evenly spread over its tables (None: all).
+    """
+    measured = [
+        (table, source, run)
+        for source in SOURCES
+        for table, run in evenly(rows_of(source, device), most)
     ]
     predicted = FewPasses()
-    defaults = [predicted(run, CostProfile(run.cluster.name)) for *_, run in measured]
-    print(f"{device}: {len(measured)} rows by the defaults", flush=True)
+    defaults = []
+    for table, _, run in measured:
+        defaults.append(predicted(run, CostProfile(run.cluster.name)))
+        print(f"{table}: {run.label} {defaults[-1] / run.seconds - 1:+.1%}", flush=True)
     by_source = {
-        name: [run for _, source, run in measured if source == name]
-        for name in SOURCES
-        if any(source == name for _, source, _ in measured)
+        source: [run for _, run in rows_of(source, device)]
+        for source in SOURCES
+        if rows_of(source, device)
     }
     fits = [
         Fit(device, name, fitted_without(name, by_source, predicted))
@@ -146,7 +159,9 @@ def fitted_without(
         run
         for name, runs in by_source.items()
         if name != source
-        for run in evenly([run for run in runs if run.cluster.size <= FITTED_DEVICES], FITTED_ROWS)
+        for run in evenly(
+            [run for run in runs if affordable(run, FITTED_DEVICES, FITTED_PASSES)], FITTED_ROWS
+        )
     ]
     # a fit moves the wires of its first run
     chosen.sort(key=lambda run: (run.cluster.nodes == 1, run.cluster.name))
@@ -155,16 +170,17 @@ def fitted_without(
     return profile
 
 
-def evenly(runs: Sequence[Run], count: int) -> list[Run]:
-    """Return `count` runs, evenly spread over all; all where there are fewer."""
-    places = np.unique(np.linspace(0, len(runs) - 1, min(count, len(runs))).round().astype(int))
-    return [runs[place] for place in places]
+def evenly(runs: Sequence[T], count: int | None) -> list[T]:
+    """Return `count` of them, evenly spread over all; all where there are fewer, or for None."""
+    if count is None or count >= len(runs):
+        return list(runs)
+    return [runs[place] for place in np.linspace(0, len(runs) - 1, count).round().astype(int)]
 
 
-def judge() -> tuple[list[Judged], list[Fit]]:
+def judge(most: int | None) -> tuple[list[Judged], list[Fit]]:
     """Return all rows and all fits; each kind of device has a process of its own."""
     with ProcessPoolExecutor(min(len(DEVICES), os.cpu_count() or 1)) as pool:
-        found = list(pool.map(judge_device, DEVICES))
+        found = list(pool.map(judge_device, DEVICES, [most] * len(DEVICES)))
     rows = [row for of_device, _ in found for row in of_device]
     return rows, [each for _, fits in found for each in fits]
 
@@ -205,8 +221,8 @@ GAPS = """## Known gaps
   became only 1.2 times as fast, and what held it is not stated.
 - **Kernels.** The models here have biases and the same fused kernels everywhere. Megatron in 2021 wrote the attention
   scores to memory; MosaicML and NeMo ran FlashAttention.
-- **Products of one byte.** Training here widens fp8 to bf16, and rows in fp8 are predicted so: they are the too slow
-  ones. They are kept, because a plan in fp8 is asked for.
+- **Products of one byte.** Training here widens fp8 to bf16, and the simulator prices it so. The {fp8} rows in fp8 are
+  therefore not predicted.
 - **Tensor parallelism that overlaps.** NeMo sends the parts of a product while the next part is computed; here a tensor
   parallel call is waited for.
 - **Recomputation of single products** (torchtitan's selective) is taken as every second block.
@@ -339,6 +355,7 @@ def error_and_way(row: Measured) -> str:
 
 def write(rows: Sequence[Judged], fits: Sequence[Fit]) -> None:
     """Write the page and the file of rows."""
+    fp8 = sum(run.plan.precision == "fp8" for table in tables() for run in published(table))
     parts = [
         HEAD.format(count=FITTED_ROWS),
         summary(rows),
@@ -348,7 +365,7 @@ def write(rows: Sequence[Judged], fits: Sequence[Fit]) -> None:
         constants(fits),
         "<!-- end -->\n",
         collectives(),
-        GAPS.format(devices=MOST_DEVICES, passes=MOST_PASSES),
+        GAPS.format(devices=MOST_DEVICES, passes=MOST_PASSES, fp8=fp8),
     ]
     with whole(PAGE) as draft:
         draft.write_text("\n".join(parts), encoding="utf-8")
@@ -376,17 +393,19 @@ def write_collectives() -> None:
 
 
 def main() -> None:
-    """Judge and write the page, or its section on NCCL."""
+    """Judge the rows that are asked for and write the page, or its section on NCCL."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--rows", type=int, metavar="N", help="of each source and kind of device")
     parser.add_argument(
         "--collectives", action="store_true", help="write only the section on NCCL's calls again"
     )
-    if parser.parse_args().collectives:
+    args = parser.parse_args()
+    if args.collectives:
         write_collectives()
     else:
-        write(*judge())
+        write(*judge(args.rows))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from minidist.console import write_json
 from minidist.errors import ConfigError
 from minidist.files import DISK_FAILED, check_writable
 from minidist.progress import progress
-from minidist.simulate.calibrate import CONSTANTS, CostFit, Predictor, fit
+from minidist.simulate.calibrate import CONSTANTS, CostFit, fit
+from minidist.simulate.few_passes import FewPasses
 from minidist.simulate.runs import COLUMNS, Run, read_runs
 from minidist.terminal import Console
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     names = args.fit.split(",") if args.fit else CONSTANTS
     console = Console(highlight=False)
     with progress("reading") as show:
-        fitted = fit(runs, Predictor(), args.cluster, names, show)
+        fitted = fit(runs, FewPasses(), args.cluster, names, show)
     _show(console, runs, fitted, args.out)
     try:
         fitted.profile.save(Path(args.out))

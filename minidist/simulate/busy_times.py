@@ -3,7 +3,7 @@ share of the cores where ranks share them.
 
     busy_times = BusyTimes(rates, alone, traces, role_of, stragglers)
     busy_times.seconds(rank, work)          # on its own cores; on shared ones: while the others wait
-    busy_times.issue(rank, work)            # in which its host launches the kernels and the call
+    busy_times.issue(rank, work)            # in which its host launches the kernels
     busy_times.core_share(rank, work)       # of all cores; used only where ranks share cores
 
 On a cluster each rank has its own device: `alone` is None, and work takes as long as `rates` say.

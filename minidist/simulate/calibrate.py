@@ -12,13 +12,13 @@ closest to the measured ones: Gauss-Newton steps, shortened until they come clos
     (log constant - log default)²  / usual²         over the constants: how far each is from its
                                                     default on one machine or another (USUAL)
 
-so that a constant on which no run depends keeps its default. `scores` and `logits`, whose
-defaults are 0, are moved by bytes. Whether the host or the device is the slower one, and whether scores pass through memory,
-are questions of either-or, which no slope answers: the fit begins at the best of several answers.
-How well it fits is told by leaving out each run in turn: the error of a run that the
-constants were not fitted to (from the last step's derivatives, which is exact for a model that is
-linear between the two fits). Two figures of these errors go into the profile, and with it into every
-answer that is made by it (sure.py):
+so that a constant on which no run depends keeps its default. `scores` and `logits`, whose defaults
+are 0, are moved by bytes. Whether the host or the device is the slower one, and whether scores and
+logits pass through memory, are questions of either-or, which no slope answers: the fit begins at
+the best of several answers. How well it fits is told by leaving out each run in turn: the error of
+a run that the constants were not fitted to (from the last step's derivatives, which is exact for a
+model that is linear between the two fits). Two figures of these errors go into the profile, and
+with it into every answer that is made by it (sure.py):
 
     spread    of ten runs left out, nine were measured within this factor of the prediction
     apart     of ten pairs of runs, nine differ as predicted within this factor: errors that both

@@ -34,7 +34,7 @@ class Efficiency:
     # with CUDA Graphs, 2019
     launch: float = 0.9e-6
     shortest: float = 2.9e-6
-    # seconds in which the host launches one kernel or call; it runs ahead of the device
+    # seconds in which the host launches one kernel; it runs ahead of the device
     host: float = 10e-6
     # kernels of no more than cache_bytes find them in the cache, which is cache_factor times as
     # fast as the memory

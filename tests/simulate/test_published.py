@@ -1,12 +1,14 @@
 """The published tables: each can be read, says its source, and agrees with itself."""
 
+import csv
 import re
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 
 from minidist.lessons import FOLDER
-from minidist.simulate.calibrate import Predictor
+from minidist.simulate.few_passes import FewPasses
 from minidist.simulate.rates import CostProfile
 from minidist.simulate.runs import PUBLISHED, published, tables
 from minidist.simulate.simulate import require
@@ -88,26 +90,41 @@ def test_seconds_agree_with_the_mfu_of_the_same_table():
 PAGE = FOLDER / "24_simulate" / "CALIBRATION.md"
 
 
-def test_the_page_has_every_row():
-    """Each measured step that the page can have stands there, in the order of its table."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name in ROWS:
-        section = text.split(f"### {name}\n")[1].split("\n###")[0]
-        rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
-        runs = read_runs(PUBLISHED / f"{name}.csv", "a100-80g" if "h100" not in name else "h100")
-        most = 8 if "llama" in name else 768
-        assert [float(row[2]) for row in rows] == [
-            pytest.approx(run.seconds, rel=1e-3) for run in runs if run.cluster.size <= most
-        ]
+def judged_rows() -> list[dict[str, str]]:
+    with PAGE.with_name("calibration.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
-def test_the_page_says_what_the_simulator_predicts():
-    """By the default and by the fitted constants, for the cheapest row of a table that was
-    fitted."""
-    profile = CostProfile.load(PAGE.with_name("a100.json"))
-    predicted = Predictor()
-    section = PAGE.read_text(encoding="utf-8").split("### llm-foundry-a100\n")[1]
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
-    for row, run in list(zip(rows, published("llm-foundry-a100"), strict=False))[:1]:
-        assert predicted(run, CostProfile("a100-80g")) == pytest.approx(float(row[3]), rel=1e-3)
-        assert predicted(run, profile) == pytest.approx(float(row[5]), rel=1e-3)
+def test_the_judged_rows_are_rows_of_the_tables():
+    """In the order of their table, with its measured seconds."""
+    by_table = defaultdict(list)
+    for row in judged_rows():
+        by_table[row["table"]].append(row)
+    assert set(by_table) <= set(ROWS)
+    for name, rows in by_table.items():
+        left = iter(published(name))
+        for row in rows:
+            assert any(
+                (run.label, run.cluster.spec) == (row["run"], row["cluster"])
+                and float(row["measured"]) == pytest.approx(run.seconds, rel=1e-4)
+                for run in left
+            ), f"{name}: {row}"
+
+
+def test_the_page_counts_the_judged_rows_of_each_source_and_kind_of_device():
+    text = PAGE.read_text(encoding="utf-8").split("\n## ")[0]
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    told = sum(int(cells[2]) for cells in lines if "**all**" in cells[1])
+    assert told == len(judged_rows())
+    assert told == sum(int(cells[2]) for cells in lines if "**all**" not in cells[1])
+
+
+def test_a_row_says_what_the_simulator_predicts_by_its_default_constants():
+    row = next(row for row in judged_rows() if row["table"] == "vtrain-a100-node")
+    run = next(
+        run
+        for run in published(row["table"])
+        if run.label == row["run"] and run.seconds == pytest.approx(float(row["measured"]))
+    )
+    predicted = FewPasses()(run, CostProfile(run.cluster.name))
+    assert predicted == pytest.approx(float(row["default"]), rel=1e-3)
