@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minidist.simulate.calibrate import PUBLISHED
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.library import Chosen, Library
 from minidist.simulate.messages import Operands
+from minidist.simulate.runs import PUBLISHED
 from minidist.simulate.walk import library_of
 
 MIB = 1 << 20
