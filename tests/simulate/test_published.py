@@ -71,7 +71,7 @@ def test_the_page_has_every_row():
     """Each measured step that the page can have stands there, in the order of its table."""
     text = PAGE.read_text(encoding="utf-8")
     for name in ROWS:
-        section = text.split(f"### {name}\n")[1].split("\n###")[0]
+        section = text.split(f"### {name}\n")[1].split("\n##")[0]
         rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
         runs = read_runs(PUBLISHED / f"{name}.csv", "a100-80g" if "h100" not in name else "h100")
         most = 8 if "llama" in name else 768
