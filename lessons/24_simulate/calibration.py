@@ -203,7 +203,9 @@ NCCL = """## NCCL's all-reduce
 
 Tables of `nccl-tests`, and two of `torch.distributed`, that others published
 (`minidist/simulate/published/collectives/`), beside `minidist/simulate/library.py`. An error is predicted / measured -
-1; means are of absolute errors. "Left out" has constants that were fitted to the other tables only.
+1; means are of absolute errors. "Left out" has constants of NVLink that were fitted to the other tables only; those of
+trees (`TREE_LL128`, `SWITCH_HOP`, `SWITCHES_SHARE`) are the same everywhere. In `nccl-tests-309-b-ring` NCCL was told
+to take rings, as ZeRO's gathers do.
 
 No constants are right for all tables: an all-reduce of 16 MiB on 8 A100s takes 213, 273 and 274 µs in three of them.
 The times of dkh, dudeperf3ct and Sheffield hold how one process starts the kernels of all GPUs one after the other. The
@@ -348,7 +350,7 @@ def _cells(numbers: np.ndarray) -> str:
 
 def error_and_way(row: Measured) -> str:
     """Return the error of a row, and the way and protocol that NCCL is taken to choose."""
-    taken = chosen(row.cluster, row.nbytes)
+    taken = chosen(row.cluster, row.nbytes, row.way)
     way = taken.name if "switch" in taken.name else f"{taken.name} {taken.protocol.name}"
     return f"{call_errors([row])[0]:+.0%}, {way}"
 

@@ -34,8 +34,8 @@ array, at most 1 MiB in each of 24 channels.
 
 NCCL does not measure. It chooses by a table of its own, with latencies and shares that it expects
 (`Library.expected`), and so does `Library.fastest`. What the chosen way takes (`Library.seconds`)
-has other numbers where published measurements have: LL128's share, start and fill of a wire
-(clusters.toml). Lesson 24's CALIBRATION.md tells how far both are from measured times.
+has other numbers where published measurements have: start, fill and LL128's share of a wire
+(clusters.toml), and trees. Lesson 24's CALIBRATION.md tells how far both are from measured times.
 
 Not modelled: switches that add between nodes (SHARP), and PXN. A node whose devices are linked pair
 by pair, and no others: every device sends each other its share at once. On a torus a group that
@@ -108,6 +108,9 @@ _SIMPLE = LibraryProtocol(
 PROTOCOLS = (_LL, _LL128, _SIMPLE)
 """baseLatencies, hwLatencies (NVLink and network) and treeCorrectionFactor of tuning.cc."""
 TREE_SHARE = 0.92  # of the bandwidth that a tree reaches (tuning.cc)
+TREE_LL128 = (0.72, 0.42)
+"""Share that LL128 reaches in a tree of two nodes, and of more, measured; a ring between nodes
+reaches what NCCL expects."""
 SWITCH = Latency(25e-6, 0.0, 20.9 / 2.7)
 """NCCL's expectation of NVLS, and of NVLS with trees."""
 SWITCH_HOP = 41.0 / 2.7
@@ -197,8 +200,9 @@ class Library:
             self.seconds(chosen, total),
         )
 
-    def chosen(self, verb: str, operands: "Operands") -> Chosen:
-        """Return the fastest way and protocol by NCCL's expectations."""
+    def chosen(self, verb: str, operands: "Operands", only: str = "") -> Chosen:
+        """Return the fastest way and protocol by NCCL's expectations; `only`: of this way, as with
+        NCCL_ALGO."""
         total = self._total(verb, operands)
         protocols = PROTOCOLS
         if self.cluster.topology.kind == "pcie":
@@ -207,6 +211,7 @@ class Library:
             (
                 Chosen(*way, protocol)
                 for way in self._ways(verb)
+                if only in ("", way[0])
                 for protocol in ((_SIMPLE,) if "switch" in way[0] else protocols)
             ),
             key=lambda chosen: self.expected(chosen, total),
@@ -277,7 +282,8 @@ class Library:
         far = protocol.far
         if protocol is _LL128:
             near = wire.ll128
-            far = (self.cluster.topology.between or wire).ll128
+            if chosen.name == "tree":
+                near = far = TREE_LL128[len(self.nodes) > 2]
         byte = load.seconds(near, far)
         if chosen.name == "tree":
             share = TREE_SHARE if protocol is _SIMPLE else _tree_share(protocol, nbytes)

@@ -32,8 +32,6 @@ FITTED = (
     ("nvlink3", "fill"),
     ("nvlink4", "start"),
     ("nvlink4", "fill"),
-    ("ib-hdr", "ll128"),
-    ("ib-ndr", "ll128"),
 )
 """Constants of clusters.toml, by wire and key. NVLink 4's LL128 keeps NCCL's share: only trees show
 it."""
@@ -47,6 +45,7 @@ class Measured(NamedTuple):
     table: str
     cluster: str  # "a100-80g:1x8"
     nbytes: int
+    way: str  # that NCCL was told to take; "": it chose
     seconds: float
 
 
@@ -67,6 +66,7 @@ def tables() -> dict[str, list[Measured]]:
                     path.stem,
                     f"{row['cluster']}:{row['devices']}",
                     int(row["bytes"]),
+                    row.get("way") or "",
                     float(row["microseconds"]) * 1e-6,
                 )
                 for row in csv.DictReader(line for line in lines if line[0] != "#")
@@ -81,9 +81,9 @@ def _library(cluster: str) -> Library:
 
 
 @lru_cache(maxsize=1024)
-def chosen(cluster: str, nbytes: int) -> Chosen:
+def chosen(cluster: str, nbytes: int, way: str) -> Chosen:
     """Return what NCCL chooses, on which no fitted constant acts."""
-    return _library(cluster).chosen("all_reduce", Operands(nbytes))
+    return _library(cluster).chosen("all_reduce", Operands(nbytes), way)
 
 
 def predicted(rows: Iterable[Measured], constants: Constants = DEFAULT) -> np.ndarray:
@@ -97,7 +97,9 @@ def predicted(rows: Iterable[Measured], constants: Constants = DEFAULT) -> np.nd
         if row.cluster not in libraries:
             usual = _library(row.cluster)
             libraries[row.cluster] = Library(usual.members, usual.cluster.rewired(wires))
-        seconds.append(libraries[row.cluster].seconds(chosen(row.cluster, row.nbytes), row.nbytes))
+        seconds.append(
+            libraries[row.cluster].seconds(chosen(row.cluster, row.nbytes, row.way), row.nbytes)
+        )
     return np.array(seconds)
 
 

@@ -48,8 +48,8 @@ class Wire(NamedTuple):
     crowd: float = 0.0
     # share of the bandwidth at which its switch adds arrays up; 0: it does not
     in_switch: float = 0.0
-    # of a library's calls over it (simulate/library.py): the wait for the last rank, the share of the
-    # bandwidth that protocol LL128 reaches, and what filling a pipeline's stage costs, in chunks
+    # of a library's calls in a node (simulate/library.py): the wait for the last rank, the share of
+    # the bandwidth that LL128 reaches in a ring, and what filling a pipeline's stage costs, in chunks
     start: float = 0.0
     ll128: float = 0.92
     fill: float = 0.0

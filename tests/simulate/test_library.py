@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from asked import Asked
 
-from minidist.simulate.cluster import OWN_FILE, Cluster
+from minidist.simulate.cluster import Cluster
 from minidist.simulate.library import PROTOCOLS, Library, zigzag
 from minidist.simulate.messages import Operands
 from minidist.simulate.walk import call_cost
@@ -73,14 +73,9 @@ def test_an_h100_node_changes_to_the_switch_after_a_mebibyte():
     assert {chosen("h100:1x8", 1 << shift) for shift in range(21, 35)} == {("switch", "Simple")}
 
 
-def test_ll128_does_not_cross_pcie(tmp_path):
-    file = tmp_path / "own.toml"
-    file.write_text(OWN_FILE.read_text(encoding="utf-8").replace('inside = "nvlink3"', PCIE))
-    found = {chosen(f"{file}:a100-80g:1x8", 1 << shift)[1] for shift in range(10, 32)}
+def test_ll128_does_not_cross_pcie():
+    found = {chosen("a100-pcie:1x8", 1 << shift)[1] for shift in range(10, 32)}
     assert found == {"LL", "Simple"}
-
-
-PCIE = 'inside = "pcie4"\nkind = "pcie"\n#'
 
 
 def test_a_tree_changes_its_protocol_where_its_table_ends():
