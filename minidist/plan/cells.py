@@ -215,14 +215,20 @@ class Cells:
 
     def data_kernels(self, tp: int, zero: int, *, launched: bool = False) -> tuple[float, float]:
         """Return the seconds of the kernels that a ZeRO stage adds to a pass (it places weights,
-        and forgets them), in a layer and in the ends: on the device, or at the host."""
-        if zero < 2:
+        and forgets them), in a layer and in the ends; launched: the host's for all kernels of the
+        data axis."""
+        if zero < 2 and not launched:
             return 0.0, 0.0
         names = (*PHASES, "step", "wait for gradients")
         seconds = self.rates.issue if launched else self.rates.segment
+        without = Plan(tp=tp, precision=self._precision)
         one, two = (
             spent_in(self._two_ranks(tp, zero, layers), names, seconds)
-            - spent_in(self._two_ranks(tp, 0, layers), names, seconds)
+            - spent_in(
+                self._run_plan(without, layers, 1) if launched else self._two_ranks(tp, 0, layers),
+                names,
+                seconds,
+            )
             for layers in (1, 2)
         )
         return max(0.0, two - one), max(0.0, 2 * one - two)

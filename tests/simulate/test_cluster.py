@@ -123,7 +123,7 @@ def test_upper_and_lower_case_are_alike(text, spec):
     [
         ("a100", "; did you mean a100-40g or a100-80g or a100-pcie?"),
         ("A100", "; did you mean a100-40g or a100-80g or a100-pcie?"),
-        ("h10", "; did you mean h100 or h100-cxl or h100-pcie6?"),
+        ("h10", "; did you mean h100 or h100-500w or h100-cxl or h100-pcie or h100-pcie6?"),
         ("tpu", "; did you mean tpu-v4 or tpu-v5p?"),
         ("x100", ""),
         ("100h", ""),
