@@ -17,25 +17,27 @@ class Efficiency:
     """How much of its peaks a device reaches, and what every kernel costs."""
 
     # of what the device's best product reaches (Device.reach), by an endless product in training
-    matmul_share: float = 0.9
+    matmul_share: float = 0.88
     # k of a product at which a tile spends half of its time to begin and to end; of a device
     # without tiles, of all three sides
     half: float = 128.0
     # of what the best product reaches: FlashAttention-2 reaches 0.50 to 0.73 of an A100's peak
     # (Dao 2023)
-    attention_share: float = 0.65
+    attention_share: float = 0.55
     # bytes that pass through memory for each score and each logit, a kernel of the attention or the
     # loss; 0: they stay on the chip, as here. Other frameworks compute them pass by pass
     scores: float = 0.0
     logits: float = 0.0
     # of the bandwidth: assumed; STREAM reaches about 0.9 of it (Deakin et al. 2018)
-    memory_share: float = 0.85
-    # seconds between two kernels, and of the shortest kernel, on a V100: NVIDIA, Getting Started
-    # with CUDA Graphs, 2019
-    launch: float = 0.9e-6
+    memory_share: float = 0.8
+    # seconds of the device between two kernels: assumed. With CUDA graphs 0.9e-6; a framework that
+    # launches each kernel by itself has small ones that are not kernels here. shortest: of the
+    # shortest kernel, on a V100 (both NVIDIA, Getting Started with CUDA Graphs, 2019)
+    launch: float = 3e-6
     shortest: float = 2.9e-6
-    # seconds in which the host launches one kernel; it runs ahead of the device
-    host: float = 10e-6
+    # seconds in which the host launches one kernel; it runs ahead of the device. Assumed: an
+    # operator of PyTorch takes 5 to 25e-6; fits to vTrain's steps of Megatron-DeepSpeed find 48e-6
+    host: float = 20e-6
     # kernels of no more than cache_bytes find them in the cache, which is cache_factor times as
     # fast as the memory
     cache_bytes: float = 0.0

@@ -25,7 +25,7 @@ def test_runs_in_profile_out(tmp_path, capsys):
                 "--cluster",
                 "h100",
                 "--fit",
-                "matmul_share,launch",
+                "matmul_share,host",
                 "--out",
                 str(out),
                 "--json",

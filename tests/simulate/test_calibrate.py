@@ -117,8 +117,8 @@ def test_the_simulator_predicts_and_its_constants_are_found_again(tmp_path):
     path.write_text(
         HEAD
         + "".join(
-            f"2,{width},4,128,512,{devices},{8 * devices},dp={devices},1\n"
-            for width in (256, 1024, 2048)
+            f"2,{width},32,2048,512,{devices},{8 * devices},dp={devices},1\n"
+            for width in (1024, 2048, 4096)
             for devices in (1, 2)
         )
     )
