@@ -87,7 +87,10 @@ class Device:
         return self.peaks[name]
 
     def best(self, dtype: str) -> float:
-        """Return FLOP/s of the best product of a benchmark. Raises: ConfigError as peak()."""
+        """Return FLOP/s of the best product of a benchmark: of a processor its peak, which was
+        measured. Raises: ConfigError as peak()."""
+        if self.kind == "cpu":
+            return self.peak(dtype)
         return self.peak(dtype) * self.reach.get(_SHORT.get(dtype, dtype), USUAL_REACH)
 
 
