@@ -5,10 +5,10 @@ import pytest
 
 from minidist.grading import load_module
 from minidist.lessons import FOLDER
-from minidist.simulate.calibrate import PUBLISHED
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.library import SWITCH_HOP
 from minidist.simulate.measured_calls import MIB, defaults, errors, fit, tables
+from minidist.simulate.runs import PUBLISHED
 
 ROWS = {
     "dudeperf3ct-h100": 17,
