@@ -3,6 +3,7 @@ constants were not fitted to.
 
     python lessons/24_simulate/calibration.py                  # every row that can be afforded
     python lessons/24_simulate/calibration.py --rows 12        # of each source and kind of device
+    python lessons/24_simulate/calibration.py --defaults       # without fits: a tenth of the time
     python lessons/24_simulate/calibration.py --collectives    # only the section on NCCL: seconds
 
 Each row of minidist/simulate/published/*.csv that can be afforded is predicted twice: by the
@@ -17,6 +18,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -55,9 +57,9 @@ DEVICES: dict[str, tuple[str, ...]] = {
 """Kinds of devices, and how the names of their clusters begin."""
 MOST_DEVICES = 768
 MOST_PASSES = 800  # of a block, all ranks that differ together: a row's price
-FITTED_ROWS = 8  # of each source and kind of device, evenly spread over its rows
-FITTED_DEVICES = 128  # at most, and
-FITTED_PASSES = 150  # at most: a fit predicts each of its rows some hundred times
+FITTED_ROWS = 6  # of each source and kind of device, evenly spread over its rows
+FITTED_DEVICES = 64  # at most, and
+FITTED_PASSES = 250  # at most: a fit predicts each of its rows some hundred times
 NAMES = tuple(name for name in CONSTANTS if not name.endswith("alpha"))
 T = TypeVar("T")
 
@@ -111,10 +113,11 @@ def rows_of(source: str, device: str) -> list[tuple[str, Run]]:
     ]
 
 
-def judge_device(device: str, most: int | None) -> tuple[list[Judged], list[Fit]]:
+def judge_device(device: str, most: int | None, fitting: bool) -> tuple[list[Judged], list[Fit]]:
     """Return the rows of a kind of device, and a fit without each of its sources.
 
-    Args:    most: rows of each source, evenly spread over its tables (None: all).
+    Args:    most: rows of each source, evenly spread over its tables (None: all). fitting:
+             whether to fit.
     """
     measured = [
         (table, source, run)
@@ -134,7 +137,7 @@ def judge_device(device: str, most: int | None) -> tuple[list[Judged], list[Fit]
     fits = [
         Fit(device, name, fitted_without(name, by_source, predicted))
         for name in by_source
-        if len(by_source) > 1
+        if fitting and len(by_source) > 1
     ]
     profiles = {each.source: each.profile for each in fits}
     rows = [
@@ -177,10 +180,10 @@ def evenly(runs: Sequence[T], count: int | None) -> list[T]:
     return [runs[place] for place in np.linspace(0, len(runs) - 1, count).round().astype(int)]
 
 
-def judge(most: int | None) -> tuple[list[Judged], list[Fit]]:
+def judge(most: int | None, fitting: bool) -> tuple[list[Judged], list[Fit]]:
     """Return all rows and all fits; each kind of device has a process of its own."""
     with ProcessPoolExecutor(min(len(DEVICES), os.cpu_count() or 1)) as pool:
-        found = list(pool.map(judge_device, DEVICES, [most] * len(DEVICES)))
+        found = list(pool.map(judge_device, DEVICES, repeat(most), repeat(fitting)))
     rows = [row for of_device, _ in found for row in of_device]
     return rows, [each for _, fits in found for each in fits]
 
@@ -363,8 +366,7 @@ def write(rows: Sequence[Judged], fits: Sequence[Fit]) -> None:
         summary(rows),
         "## Each table\n",
         by_table(rows),
-        "## The constants of each fit\n",
-        constants(fits),
+        *(["## The constants of each fit\n", constants(fits)] if fits else []),
         "<!-- end -->\n",
         collectives(),
         GAPS.format(devices=MOST_DEVICES, passes=MOST_PASSES, fp8=fp8),
@@ -400,6 +402,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, metavar="N", help="of each source and kind of device")
+    parser.add_argument("--defaults", action="store_true", help="do not fit")
     parser.add_argument(
         "--collectives", action="store_true", help="write only the section on NCCL's calls again"
     )
@@ -407,7 +410,7 @@ def main() -> None:
     if args.collectives:
         write_collectives()
     else:
-        write(*judge(args.rows))
+        write(*judge(args.rows, not args.defaults))
 
 
 if __name__ == "__main__":
