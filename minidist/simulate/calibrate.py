@@ -191,7 +191,7 @@ def fit(
     told = {
         "runs": len(runs),
         **fitted.summary(),
-        **sureness(left_out, [_job(run) for run in runs]),
+        **sureness(left_out.tolist(), [_job(run) for run in runs]),
     }
     return fitted._replace(profile=replace(fitted.profile, fit=told))
 
