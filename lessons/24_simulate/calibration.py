@@ -20,7 +20,7 @@ import numpy as np
 
 from minidist.files import whole
 from minidist.simulate.calibrate import PUBLISHED, Predictor, Run, fit, read_runs
-from minidist.simulate.measured_calls import MIB, Constants, Measured, chosen, defaults, errors
+from minidist.simulate.measured_calls import MIB, Constants, MeasuredCall, chosen, defaults, errors
 from minidist.simulate.measured_calls import fit as fit_calls
 from minidist.simulate.measured_calls import tables as call_tables
 from minidist.simulate.rates import CostProfile
@@ -238,7 +238,7 @@ def collectives() -> str:
     return "\n".join([NCCL, *means, "", told, "", *by_size, "", NCCL_END])
 
 
-def mean_errors(rows: list[Measured], constants: Constants) -> list[float]:
+def mean_errors(rows: list[MeasuredCall], constants: Constants) -> list[float]:
     """Return the mean and the worst absolute error from 1 to 64 MiB, and the mean above."""
     short = np.abs(errors([row for row in rows if MIB <= row.nbytes <= 64 * MIB], constants))
     long = np.abs(errors([row for row in rows if row.nbytes > 64 * MIB], constants))
@@ -249,7 +249,7 @@ def _cells(numbers: np.ndarray) -> str:
     return " | ".join("–" if np.isnan(number) else f"{number:.1%}" for number in numbers.flat)
 
 
-def error_and_way(row: Measured) -> str:
+def error_and_way(row: MeasuredCall) -> str:
     """Return the error of a row, and the way and protocol that NCCL is taken to choose."""
     taken = chosen(row.cluster, row.nbytes, row.way)
     way = taken.name if "switch" in taken.name else f"{taken.name} {taken.protocol.name}"

@@ -204,9 +204,8 @@ class Library:
         """Return the fastest way and protocol by NCCL's expectations; `only`: of this way, as with
         NCCL_ALGO."""
         total = self._total(verb, operands)
-        protocols = PROTOCOLS
-        if self.cluster.topology.kind == "pcie":
-            protocols = (_LL, _SIMPLE)
+        pcie = self.cluster.topology.kind == "pcie"
+        protocols = [each for each in PROTOCOLS if each is not _LL128 or not pcie]
         return min(
             (
                 Chosen(*way, protocol)

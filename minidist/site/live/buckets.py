@@ -108,9 +108,9 @@ def figure(say: Say) -> Live:
             ),
             2,
             say(
-                "9.1 ms. All-reduces take twice as long, about 17 ms instead of 9. But backward is "
+                "9.3 ms. All-reduces take twice as long, about 17 ms instead of 9. But backward is "
                 "as short as before, and hides about 8 ms in both cases; the rest is exposed.",
-                "9.1 ms。全归约的总时间翻倍，从约 9 ms 变成约 17 ms。反向传播却和原来一样长，两次都"
+                "9.3 ms。全归约的总时间翻倍，从约 9 ms 变成约 17 ms。反向传播却和原来一样长，两次都"
                 "只能掩盖约 8 ms，其余的都要等。",
             ),
         ),
