@@ -111,6 +111,9 @@ TREE_SHARE = 0.92  # of the bandwidth that a tree reaches (tuning.cc)
 TREE_LL128 = (0.72, 0.42)
 """Share that LL128 reaches in a tree of two nodes, and of more, measured; a ring between nodes
 reaches what NCCL expects."""
+RING_PLATEAU = 1.4
+"""By which a ring's latency grows where it leaves the node: tuning.cc has it for Simple, and a table
+of rings shows it for LL128."""
 SWITCH = Latency(25e-6, 0.0, 20.9 / 2.7)
 """NCCL's expectation of NVLS, and of NVLS with trees."""
 SWITCH_HOP = 41.0 / 2.7
@@ -262,7 +265,10 @@ class Library:
         byte = load.seconds(protocol.near, protocol.far)
         if chosen.name == "tree":
             return protocol.tree.seconds(load) + nbytes * byte / _tree_share(protocol, nbytes)
-        return protocol.ring.seconds(load, chosen.times) + chosen.times * nbytes * byte
+        hops = protocol.ring.seconds(load, chosen.times)
+        if load.between and protocol is _SIMPLE:
+            hops *= RING_PLATEAU
+        return hops + chosen.times * nbytes * byte
 
     def seconds(self, chosen: Chosen, nbytes: int) -> float:
         """Return the seconds that a way takes, by published measurements."""
@@ -288,6 +294,8 @@ class Library:
             share = TREE_SHARE if protocol is _SIMPLE else _tree_share(protocol, nbytes)
             return wire.start + protocol.tree.seconds(load) + nbytes * byte / share + fill
         hops = protocol.ring.seconds(load, chosen.times)
+        if load.between:
+            hops *= RING_PLATEAU
         return wire.start + hops + chosen.times * nbytes * byte + fill
 
     # --------------------------------------------------------------------------------- what is sent
