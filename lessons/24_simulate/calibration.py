@@ -76,7 +76,7 @@ times of vidur hold the wait for the last process.
 
 <!-- measured by: python lessons/24_simulate/calibration.py --collectives -->
 """
-NCCL_END = "<!-- end of NCCL -->\n\n"
+NCCL_END = "<!-- end -->\n\n"
 
 GAPS = """## Known gaps
 

@@ -116,6 +116,9 @@ RING_PLATEAU = 1.4
 of rings shows it for LL128."""
 SWITCH = Latency(25e-6, 0.0, 20.9 / 2.7)
 """NCCL's expectation of NVLS, and of NVLS with trees."""
+SWITCH_EXPECTED = (
+    0.9  # of in_switch: NCCL expects 5 / 6 · 0.8 of NVLink 4, of which 0.74 is reached
+)
 SWITCH_HOP = 41.0 / 2.7
 """Multiple of α of a hop between nodes with such switches, measured: `switches` on 2, 4, 8 nodes."""
 SWITCHES_SHARE = 0.91
@@ -260,7 +263,7 @@ class Library:
         protocol = chosen.protocol
         load = chosen.load
         if "switch" in chosen.name:
-            share = self.cluster.topology.inside.in_switch * 0.9  # 5 / 6 · 0.8 of NVLink 4's
+            share = self.cluster.topology.inside.in_switch * SWITCH_EXPECTED
             return SWITCH.seconds(load) + nbytes * load.seconds(share, 1.0)
         byte = load.seconds(protocol.near, protocol.far)
         if chosen.name == "tree":
