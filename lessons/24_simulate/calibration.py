@@ -340,7 +340,7 @@ def collectives() -> str:
     return "\n".join([NCCL, *means, "", told, "", *by_size, "", NCCL_END])
 
 
-def mean_errors(rows: list[Measured], constants: Constants) -> list[float]:
+def mean_errors(rows: list[MeasuredCall], constants: Constants) -> list[float]:
     """Return the mean and the worst absolute error from 1 to 64 MiB, and the mean above."""
     short = np.abs(call_errors([row for row in rows if MIB <= row.nbytes <= 64 * MIB], constants))
     long = np.abs(call_errors([row for row in rows if row.nbytes > 64 * MIB], constants))
@@ -351,7 +351,7 @@ def _cells(numbers: np.ndarray) -> str:
     return " | ".join("–" if np.isnan(number) else f"{number:.1%}" for number in numbers.flat)
 
 
-def error_and_way(row: Measured) -> str:
+def error_and_way(row: MeasuredCall) -> str:
     """Return the error of a row, and the way and protocol that NCCL is taken to choose."""
     taken = chosen(row.cluster, row.nbytes, row.way)
     way = taken.name if "switch" in taken.name else f"{taken.name} {taken.protocol.name}"

@@ -199,8 +199,9 @@ class Cluster:
         1e-6}}."""
 
         def changed(wire: Wire) -> Wire:
-            numbers = wires.get(wire.name, {})
-            return wire._replace(**{key: numbers[key] for key in WIRE_NUMBERS if key in numbers})
+            given = wires.get(wire.name, {})
+            numbers: dict[str, Any] = {key: given[key] for key in WIRE_NUMBERS if key in given}
+            return wire._replace(**numbers)
 
         between = self.topology.between
         return replace(

@@ -111,8 +111,14 @@ TREE_SHARE = 0.92  # of the bandwidth that a tree reaches (tuning.cc)
 TREE_LL128 = (0.72, 0.42)
 """Share that LL128 reaches in a tree of two nodes, and of more, measured; a ring between nodes
 reaches what NCCL expects."""
+RING_PLATEAU = 1.4
+"""By which a ring's latency grows where it leaves the node: tuning.cc has it for Simple, and a table
+of rings shows it for LL128."""
 SWITCH = Latency(25e-6, 0.0, 20.9 / 2.7)
 """NCCL's expectation of NVLS, and of NVLS with trees."""
+SWITCH_EXPECTED = (
+    0.9  # of in_switch: NCCL expects 5 / 6 · 0.8 of NVLink 4, of which 0.74 is reached
+)
 SWITCH_HOP = 41.0 / 2.7
 """Multiple of α of a hop between nodes with such switches, measured: `switches` on 2, 4, 8 nodes."""
 SWITCHES_SHARE = 0.91
@@ -204,9 +210,8 @@ class Library:
         """Return the fastest way and protocol by NCCL's expectations; `only`: of this way, as with
         NCCL_ALGO."""
         total = self._total(verb, operands)
-        protocols = PROTOCOLS
-        if self.cluster.topology.kind == "pcie":
-            protocols = (_LL, _SIMPLE)
+        pcie = self.cluster.topology.kind == "pcie"
+        protocols = [each for each in PROTOCOLS if each is not _LL128 or not pcie]
         return min(
             (
                 Chosen(*way, protocol)
@@ -258,12 +263,15 @@ class Library:
         protocol = chosen.protocol
         load = chosen.load
         if "switch" in chosen.name:
-            share = self.cluster.topology.inside.in_switch * 0.9  # 5 / 6 · 0.8 of NVLink 4's
+            share = self.cluster.topology.inside.in_switch * SWITCH_EXPECTED
             return SWITCH.seconds(load) + nbytes * load.seconds(share, 1.0)
         byte = load.seconds(protocol.near, protocol.far)
         if chosen.name == "tree":
             return protocol.tree.seconds(load) + nbytes * byte / _tree_share(protocol, nbytes)
-        return protocol.ring.seconds(load, chosen.times) + chosen.times * nbytes * byte
+        hops = protocol.ring.seconds(load, chosen.times)
+        if load.between and protocol is _SIMPLE:
+            hops *= RING_PLATEAU
+        return hops + chosen.times * nbytes * byte
 
     def seconds(self, chosen: Chosen, nbytes: int) -> float:
         """Return the seconds that a way takes, by published measurements."""
@@ -289,6 +297,8 @@ class Library:
             share = TREE_SHARE if protocol is _SIMPLE else _tree_share(protocol, nbytes)
             return wire.start + protocol.tree.seconds(load) + nbytes * byte / share + fill
         hops = protocol.ring.seconds(load, chosen.times)
+        if load.between:
+            hops *= RING_PLATEAU
         return wire.start + hops + chosen.times * nbytes * byte + fill
 
     # --------------------------------------------------------------------------------- what is sent

@@ -39,7 +39,7 @@ SHORT = 0.25  # weight of an array below 1 MiB
 ROUNDS = 12  # of the search
 
 
-class Measured(NamedTuple):
+class MeasuredCall(NamedTuple):
     """An all-reduce that was measured."""
 
     table: str
@@ -56,13 +56,13 @@ DEFAULT: Constants = MappingProxyType({})
 
 
 @lru_cache(maxsize=1)
-def tables() -> dict[str, list[Measured]]:
+def tables() -> dict[str, list[MeasuredCall]]:
     """Return the rows of every table."""
     found = {}
     for path in sorted((PUBLISHED / "collectives").glob("*.csv")):
         with path.open(encoding="utf-8") as lines:
             found[path.stem] = [
-                Measured(
+                MeasuredCall(
                     path.stem,
                     f"{row['cluster']}:{row['devices']}",
                     int(row["bytes"]),
@@ -86,7 +86,7 @@ def chosen(cluster: str, nbytes: int, way: str) -> Chosen:
     return _library(cluster).chosen("all_reduce", Operands(nbytes), way)
 
 
-def predicted(rows: Iterable[Measured], constants: Constants = DEFAULT) -> np.ndarray:
+def predicted(rows: Iterable[MeasuredCall], constants: Constants = DEFAULT) -> np.ndarray:
     """Return the seconds that library.py says, with these constants in place of the defaults."""
     wires: dict[str, dict[str, float]] = {}
     for (wire, key), value in constants.items():
@@ -103,20 +103,20 @@ def predicted(rows: Iterable[Measured], constants: Constants = DEFAULT) -> np.nd
     return np.array(seconds)
 
 
-def errors(rows: Iterable[Measured], constants: Constants = DEFAULT) -> np.ndarray:
+def errors(rows: Iterable[MeasuredCall], constants: Constants = DEFAULT) -> np.ndarray:
     """Return predicted / measured - 1 of rows."""
     rows = list(rows)
     return predicted(rows, constants) / [row.seconds for row in rows] - 1
 
 
-def fit(known: Mapping[str, list[Measured]]) -> Constants:
+def fit(known: Mapping[str, list[MeasuredCall]]) -> Constants:
     """Return the constants with the smallest mean error of these tables, where every machine of a
     table counts as much as every other.
 
     Each constant in turn is multiplied and divided by a factor, and keeps what is better; the
     factor shrinks where neither is. A constant that no row depends on keeps its default.
     """
-    machines: dict[tuple[str, str], list[Measured]] = {}
+    machines: dict[tuple[str, str], list[MeasuredCall]] = {}
     for row in (row for rows in known.values() for row in rows):
         machines.setdefault((row.table, row.cluster), []).append(row)
 
@@ -147,7 +147,7 @@ def fit(known: Mapping[str, list[Measured]]) -> Constants:
 
 def defaults() -> dict[tuple[str, str], float]:
     """Return the constants of clusters.toml."""
-    wires = {}
+    wires: dict[str, Wire] = {}
     for cluster in {row.cluster for rows in tables().values() for row in rows}:
         topology = _library(cluster).cluster.topology
         wires |= {wire.name: wire for wire in (topology.inside, topology.between) if wire}

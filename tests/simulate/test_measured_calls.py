@@ -59,8 +59,8 @@ def mean_of_tables(constants, low, high):
 def test_the_errors_are_small():
     """Of the tables in which NCCL chose the way, 23 % from 1 to 64 MiB and 12 % above before
     protocols had measured shares."""
-    assert mean_of_tables(defaults(), MIB, 64 * MIB) < 0.125
-    assert mean_of_tables(defaults(), 65 * MIB, 1 << 40) < 0.056
+    assert mean_of_tables(defaults(), MIB, 64 * MIB) < 0.12
+    assert mean_of_tables(defaults(), 65 * MIB, 1 << 40) < 0.058
 
 
 @pytest.mark.parametrize(
