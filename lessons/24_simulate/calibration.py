@@ -27,7 +27,7 @@ import numpy as np
 from minidist.files import whole
 from minidist.simulate.calibrate import CONSTANTS, fit
 from minidist.simulate.few_passes import FewPasses, fewest
-from minidist.simulate.measured_calls import MIB, Constants, Measured, chosen, defaults
+from minidist.simulate.measured_calls import MIB, Constants, MeasuredCall, chosen, defaults
 from minidist.simulate.measured_calls import errors as call_errors
 from minidist.simulate.measured_calls import fit as fit_calls
 from minidist.simulate.measured_calls import tables as call_tables
@@ -195,8 +195,8 @@ HEAD = """# How far the simulator is from published step times
 Made by `python lessons/24_simulate/calibration.py`; do not edit. Each table is a file of `minidist/simulate/published/`
 with its source, and what was left out of it, in the first lines. "Default" predicts with the constants that
 `minidist/simulate/device.py` and `clusters.toml` have from data sheets, benchmarks and NCCL's sources. They were set by
-hand with 54 of these rows in sight (24 of vTrain, 18 of MosaicML, 12 of four others). "Of the others" predicts with constants that were fitted to the other sources of the same kind of device, at most
-{count} rows of each. An error is predicted / measured - 1; the mean is of its size, the bias is the mean with its sign.
+hand with 54 of these rows in sight (24 of vTrain, 18 of MosaicML, 12 of four others). "Of the others" predicts with
+constants that were fitted to the other sources of the same kind of device, at most {count} rows of each. An error is predicted / measured - 1; the mean is of its size, the bias is the mean with its sign.
 `calibration.csv` has each row.
 
 <!-- measured by: python lessons/24_simulate/calibration.py -->

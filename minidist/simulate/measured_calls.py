@@ -23,6 +23,7 @@ from minidist.simulate.cluster import Cluster
 from minidist.simulate.library import Chosen, Library
 from minidist.simulate.messages import Operands
 from minidist.simulate.runs import PUBLISHED
+from minidist.simulate.topology import Wire
 from minidist.simulate.walk import library_of
 
 MIB = 1 << 20
