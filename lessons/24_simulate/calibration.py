@@ -196,8 +196,8 @@ Made by `python lessons/24_simulate/calibration.py`; do not edit. Each table is 
 with its source, and what was left out of it, in the first lines. "Default" predicts with the constants that
 `minidist/simulate/device.py` and `clusters.toml` have from data sheets, benchmarks and NCCL's sources. They were set by
 hand with 54 of these rows in sight (24 of vTrain, 18 of MosaicML, 12 of four others). "Of the others" predicts with
-constants that were fitted to the other sources of the same kind of device, at most {count} rows of each. An error is predicted / measured - 1; the mean is of its size, the bias is the mean with its sign.
-`calibration.csv` has each row.
+constants that were fitted to the other sources of the same kind of device, at most {count} rows of each. An error is
+predicted / measured - 1; the mean is of its size, the bias is the mean with its sign. `calibration.csv` has each row.
 
 <!-- measured by: python lessons/24_simulate/calibration.py -->
 """
