@@ -164,10 +164,14 @@ class Rates:
         return fsum(times * self.seconds(kernel) for kernel, times in kernels)
 
     def issue(self, kernels: Iterable[tuple[Priceable, int]]) -> float:
-        """Return the seconds in which the host launches kernels."""
+        """Return the seconds in which the host launches kernels; what it computes itself is none."""
         if not self.device.units:  # a processor, or a device that runs a step as one program
             return 0.0
-        return self.slowdown * self.efficiency.host * sum(times for _, times in kernels)
+        return (
+            self.slowdown
+            * self.efficiency.host
+            * sum(times for kernel, times in kernels if kernel.kind != "host")
+        )
 
 
 # ---------------------------------------------------------------- profiles

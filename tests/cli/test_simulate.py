@@ -91,7 +91,7 @@ def test_a_pattern_saves_time_and_plan_repeats_it(
         "--heads",
         "4",
         "--sequence",
-        "4096",
+        "16384",
         "--vocab",
         "256",
         "--batch",

@@ -71,7 +71,8 @@ def test_a_device_without_units_has_no_tiles():
 
 
 def test_a_host_launches_each_kernel():
-    assert H100.issue([(cube(64), 3), (cube(64), 1)]) == pytest.approx(4 * DEFAULT.host)
+    mixed = [(cube(64), 3), (cube(64), 1), (One("host", nbytes=1e6), 50)]
+    assert H100.issue(mixed) == pytest.approx(4 * DEFAULT.host)
 
 
 def test_scores_and_logits_that_pass_through_memory_take_its_time():
