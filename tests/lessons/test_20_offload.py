@@ -136,8 +136,9 @@ def test_which_part_of_other_machines_shortens_a_step() -> None:
     assert optimizer[at("H100, PCIe 6")] == pytest.approx(optimizer[h100], rel=0.01)
     grace = at("Grace Hopper")
     assert optimizer[grace] < 0.6 * optimizer[h100]
-    assert optimizer[at("H100, PCIe 5, Grace's memory")] == pytest.approx(
-        optimizer[grace], rel=0.02
+    memory = at("H100, PCIe 5, Grace's memory")
+    assert optimizer[memory] - none[memory] == pytest.approx(
+        optimizer[grace] - none[grace], rel=0.1
     )
     assert everything[at("H100, CXL for the disk")] < 0.7 * everything[grace]
     assert none[at("PCIe server, 4 lanes up")] > 4 * none[h100]
