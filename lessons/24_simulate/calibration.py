@@ -192,12 +192,12 @@ def judge(most: int | None, fitting: bool) -> tuple[list[Judged], list[Fit]]:
 
 HEAD = """# How far the simulator is from published step times
 
-Made by `python lessons/24_simulate/calibration.py`; do not edit. Each table is a file of `minidist/simulate/published/`
-with its source, and what was left out of it, in the first lines. "Default" predicts with the constants that
-`minidist/simulate/device.py` and `clusters.toml` have from data sheets and NCCL's sources: none was fitted to these
-rows. "Of the others" predicts with constants that were fitted to the other sources of the same kind of device, at most
-{count} rows of each. An error is predicted / measured - 1; the mean is of its size, the bias is the mean with its sign.
-`calibration.csv` has each row.
+Made by `python lessons/24_simulate/calibration.py{options}`; do not edit. Each table is a file of
+`minidist/simulate/published/` with its source, and what was left out of it, in the first lines. "Default" predicts with
+the constants of `minidist/simulate/device.py` and `clusters.toml`. "Of the others" predicts with constants that were
+fitted to the other sources of the same kind of device, at most {count} rows of each; – where nothing was fitted. An
+error is predicted / measured - 1; the mean is of its size, the bias is the mean with its sign. `calibration.csv` has
+each row.
 
 <!-- measured by: python lessons/24_simulate/calibration.py -->
 """
@@ -358,11 +358,11 @@ def error_and_way(row: Measured) -> str:
     return f"{call_errors([row])[0]:+.0%}, {way}"
 
 
-def write(rows: Sequence[Judged], fits: Sequence[Fit]) -> None:
-    """Write the page and the file of rows."""
+def write(rows: Sequence[Judged], fits: Sequence[Fit], options: str = "") -> None:
+    """Write the page and the file of rows. Args: options: with which they were made."""
     fp8 = sum(run.plan.precision == "fp8" for table in tables() for run in published(table))
     parts = [
-        HEAD.format(count=FITTED_ROWS),
+        HEAD.format(count=FITTED_ROWS, options=options),
         summary(rows),
         "## Each table\n",
         by_table(rows),
@@ -410,7 +410,8 @@ def main() -> None:
     if args.collectives:
         write_collectives()
     else:
-        write(*judge(args.rows, not args.defaults))
+        options = (f" --rows {args.rows}" if args.rows else "") + " --defaults" * args.defaults
+        write(*judge(args.rows, not args.defaults), options)
 
 
 if __name__ == "__main__":
