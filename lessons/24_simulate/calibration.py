@@ -224,12 +224,12 @@ GAPS = """## Known gaps
   et al.), fp16 and no ZeRO (vTrain), the sizes of a model. Its errors hold our guess too.
 - **ZeRO-3 across many nodes.** Table 2 of Narayanan et al. ran DeepSpeed of 2021: from 384 to 1,536 GPUs its step
   became only 1.2 times as fast, and what held it is not stated.
-- **Kernels.** The models here have biases and the same fused kernels everywhere. Megatron in 2021 wrote the attention
-  scores to memory; MosaicML and NeMo ran FlashAttention.
+- **Kernels.** A row says where the scores of attention passed through memory (vTrain, BigScience, Narayanan et al.), at
+  8 bytes a score. All other kernels are taken to be the same everywhere.
 - **Products of one byte.** Training here widens fp8 to bf16, and the simulator prices it so. The {fp8} rows in fp8 are
   therefore not predicted.
-- **Tensor parallelism that overlaps.** NeMo sends the parts of a product while the next part is computed; here a tensor
-  parallel call is waited for.
+- **Tensor and context parallelism that overlap.** NeMo sends parts of a product, and keys and values, while it computes
+  others; here the calls of both axes are waited for.
 - **Recomputation of single products** (torchtitan's selective) is taken as every second block.
 - **Rows that are not predicted**: more than {devices} devices, or more than {passes} passes of blocks, which take
   minutes.
