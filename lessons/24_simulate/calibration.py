@@ -192,11 +192,11 @@ def judge(most: int | None, fitting: bool) -> tuple[list[Judged], list[Fit]]:
 
 HEAD = """# How far the simulator is from published step times
 
-Made by `python lessons/24_simulate/calibration.py`; do not edit. Each table is a file of `minidist/simulate/published/`
-with its source, and what was left out of it, in the first lines. "Default" predicts with the constants that
-`minidist/simulate/device.py` and `clusters.toml` have from data sheets, benchmarks and NCCL's sources. They were set by
-hand with 54 of these rows in sight (24 of vTrain, 18 of MosaicML, 12 of four others). "Of the others" predicts with
-constants that were fitted to the other sources of the same kind of device, at most {count} rows of each. An error is
+Made by `python lessons/24_simulate/calibration.py{options}`; do not edit. Each table is a file of
+`minidist/simulate/published/` with its source, and what was left out of it, in the first lines. "Default" predicts with
+the constants of `minidist/simulate/device.py` and `clusters.toml`. They were set by hand with 54 of the tables' rows in
+sight: 24 of vTrain, 18 of MosaicML, 12 of four others. "Of the others" predicts with constants that were fitted to the
+other sources of the same kind of device, at most {count} rows of each; – where nothing was fitted. An error is
 predicted / measured - 1; the mean is of its size, the bias is the mean with its sign. `calibration.csv` has each row.
 
 <!-- measured by: python lessons/24_simulate/calibration.py -->
@@ -224,12 +224,12 @@ GAPS = """## Known gaps
   et al.), fp16 and no ZeRO (vTrain), the sizes of a model. Its errors hold our guess too.
 - **ZeRO-3 across many nodes.** Table 2 of Narayanan et al. ran DeepSpeed of 2021: from 384 to 1,536 GPUs its step
   became only 1.2 times as fast, and what held it is not stated.
-- **Kernels.** The models here have biases and the same fused kernels everywhere. Megatron in 2021 wrote the attention
-  scores to memory; MosaicML and NeMo ran FlashAttention.
+- **Kernels.** A row says where the scores of attention passed through memory (vTrain, BigScience, Narayanan et al.), at
+  8 bytes a score. All other kernels are taken to be the same everywhere.
 - **Products of one byte.** Training here widens fp8 to bf16, and the simulator prices it so. The {fp8} rows in fp8 are
   therefore not predicted.
-- **Tensor parallelism that overlaps.** NeMo sends the parts of a product while the next part is computed; here a tensor
-  parallel call is waited for.
+- **Tensor and context parallelism that overlap.** NeMo sends parts of a product, and keys and values, while it computes
+  others; here the calls of both axes are waited for.
 - **Recomputation of single products** (torchtitan's selective) is taken as every second block.
 - **Rows that are not predicted**: more than {devices} devices, or more than {passes} passes of blocks, which take
   minutes.
@@ -358,11 +358,11 @@ def error_and_way(row: MeasuredCall) -> str:
     return f"{call_errors([row])[0]:+.0%}, {way}"
 
 
-def write(rows: Sequence[Judged], fits: Sequence[Fit]) -> None:
-    """Write the page and the file of rows."""
+def write(rows: Sequence[Judged], fits: Sequence[Fit], options: str = "") -> None:
+    """Write the page and the file of rows. Args: options: with which they were made."""
     fp8 = sum(run.plan.precision == "fp8" for table in tables() for run in published(table))
     parts = [
-        HEAD.format(count=FITTED_ROWS),
+        HEAD.format(count=FITTED_ROWS, options=options),
         summary(rows),
         "## Each table\n",
         by_table(rows),
@@ -410,7 +410,8 @@ def main() -> None:
     if args.collectives:
         write_collectives()
     else:
-        write(*judge(args.rows, not args.defaults))
+        options = (f" --rows {args.rows}" if args.rows else "") + " --defaults" * args.defaults
+        write(*judge(args.rows, not args.defaults), options)
 
 
 if __name__ == "__main__":
