@@ -26,6 +26,7 @@ from minidist.progress import progress
 from minidist.simulate.calibrate import CONSTANTS, CostFit, fit
 from minidist.simulate.few_passes import FewPasses
 from minidist.simulate.runs import COLUMNS, Run, read_runs
+from minidist.simulate.sure import of_fit
 from minidist.terminal import Console
 
 
@@ -113,6 +114,12 @@ def _show(console: Console, runs: list[Run], fitted: CostFit, out: str) -> None:
         console.print(
             f"error {mean:6.1%} in the mean, {worst:6.1%} at worst, {what}", soft_wrap=True
         )
+    sure = of_fit(fitted.profile.fit)
+    console.print(
+        f"known to by this profile: seconds within a factor of {sure.spread:.2f}; two plans of a job "
+        f"can be told apart where they differ by more than {sure.apart - 1:.0%}",
+        soft_wrap=True,
+    )
     rates = {name: value for name, value in vars(fitted.profile.rates).items() if name in CONSTANTS}
     console.print(
         "constants: " + ", ".join(f"{name} {value:.3g}" for name, value in rates.items()),
