@@ -88,10 +88,10 @@ def _add_row(table: Table, place: str, choice: Choice, ranking: Ranking) -> None
     table.add_row(
         place,
         f"{choice.known_seconds:.4g}",
-        "{:.3g} to {:.3g}".format(*ranking.estimates.sure.interval(choice.known_seconds)),
+        "{:.2g}–{:.2g}".format(*ranking.estimates.sure.interval(choice.known_seconds)),
         f"{ranking.mfu(choice):.1%}",
         f"{choice.known_total / GIB:.3g}",
-        choice.known_by if choice.fits else "replayed: does not fit",
+        choice.known_by if choice.fits else "replayed:\ndoes not fit",
         *figures,
         choice.text,
     )

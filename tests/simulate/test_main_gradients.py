@@ -73,8 +73,10 @@ def test_the_planner_estimates_them_as_the_replay_finds_them() -> None:
     plain = plan_for(config, "h100:4", batch=64)
     both = dict(zip(_rows(plain), plain.estimates.total[plain.order], strict=True))
     wide = dict(zip(_rows(ranking), ranking.estimates.total[ranking.order], strict=True))
-    assert all(wide[row] > both[row] for row in wide.keys() & both.keys())
-    assert wide.keys() & both.keys()
+    same = wide.keys() & both.keys()
+    # of one microbatch on one copy, gradients are made while activations are freed
+    assert all(wide[row] >= both[row] for row in same)
+    assert sum(wide[row] > both[row] for row in same) > len(same) / 2
 
 
 def _rows(ranking: object) -> list[bytes]:
