@@ -15,8 +15,8 @@ work ends no sooner than its host has issued it, and the times of all events are
 for the critical path (replay_path.py).
 
 The host of a GPU issues kernels one after another and runs ahead of the device. It waits for the
-device only at a `Sync`, and at a message between stages. So a step takes as long
-as the longer of the two queues:
+device only at a `Sync`, and at a message between stages. So a step takes as long as the longer of
+the two queues:
 
     host     |issue F|issue B|··········· | sync     host is shorter: kernels wait in the queue
     device   |forward ······|backward ··········|

@@ -1,7 +1,7 @@
 """Chapter 24 · The cost model's few constants, fitted to measured step times.
 
     runs = read_runs("runs.csv", "a100-80g")
-    fitted = fit(runs, Predictor(), "a100-80g")
+    fitted = fit(runs, FewPasses(), "a100-80g")
     fitted.profile.save("profile.json")             # for simulate and plan: --profile profile.json
 
 Each constant begins at its default and is moved, by factors, to where the predicted step times come
