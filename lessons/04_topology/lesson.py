@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 wiring = load_module(HERE / "wiring.py", "04")
 links = load_module(HERE / "links.py", "04")
 spines = load_module(HERE / "spines.py", "04")
+server = load_module(HERE / "server.py", "04")
 
 DEVICES = 16  # of the table of wirings
 BOXES = (7, 9, 27, 64)  # ranks of tori of one, two, three and three dims of equal sides
@@ -46,6 +47,8 @@ def tour(group: Group, page: Page) -> None:
     page.heading("2  The same messages over other wires")
     same_messages(group, page)
     both_ways(page)
+    page.heading("3  One message on its way through N4's server")
+    server.followed(page)
     page.heading("4  Two machines: flat ring against hierarchical")
     two_machines(group, page)
     page.heading("5  α and β of this machine")

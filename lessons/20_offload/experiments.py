@@ -2,7 +2,7 @@
 its time."""
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,11 @@ from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.step.replicas import weights_digest
 from minidist.parallel.zero.shards import ShardStore
 from minidist.parallel.zero.zero3 import Zero3
+from minidist.simulate.cluster import Cluster
+from minidist.simulate.models import model
+from minidist.simulate.one_rank import run_rank
+from minidist.simulate.simulate import simulate
+from minidist.simulate.trace import RankTrace
 
 CONFIG = GPTConfig(vocabulary=64, context=8, layers=8, width=48, heads=4)
 SHORT = GPTConfig(vocabulary=64, context=8, layers=4, width=48, heads=4)  # for many ranks
@@ -36,6 +41,15 @@ AXES: dict[str, dict[str, Any]] = {
     "pp=2, tp=2": {"dp": 1, "pp": 2, "tp": 2, "microbatches": 2, "sequence_parallel": True},
     "dp=4, copies of 2": {"dp": 4, "shard": 2},
 }
+MACHINES = {
+    "H100, PCIe 5": "h100:1x8",
+    "H100, PCIe 6": "h100-pcie6:1x8",
+    "H100, PCIe 5, Grace's memory": "h100:1x8",
+    "Grace Hopper": "gh200:2x4",
+    "H100, CXL for the disk": "h100-cxl:1x8",
+    "PCIe server, 4 lanes up": "a100-pcie:1x8",
+}
+SIMULATED = {"none": 2, "optimizer": 2, "all": 3}  # --offload, and the stage of ZeRO
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "workspace")
 
 
@@ -223,4 +237,39 @@ def over_a_slow_disk(
         "writes": sum(span.name.startswith("write") for span in passes(timeline)),
         "spans": spans,
         "begin": begin,
+    }
+
+
+def machine(name: str) -> Cluster:
+    """Return one of MACHINES."""
+    cluster = Cluster.parse(MACHINES[name])
+    if "Grace's memory" in name:
+        grace = Cluster.parse(MACHINES["Grace Hopper"]).device
+        device = replace(cluster.device, host_bandwidth=grace.host_bandwidth)
+        cluster = replace(cluster, device=device)
+    return cluster
+
+
+def on_machines() -> dict[str, list[float]]:
+    """Return the simulated seconds of a step of two blocks of llama2-7b on each of MACHINES, for
+    each of SIMULATED."""
+    config = replace(model("llama2-7b", context=2048), layers=2)
+    ran: dict[tuple[Any, ...], RankTrace] = {}  # the ranks do the same on every machine
+
+    def trace(plan: Plan, config: GPTConfig, rank: int, **options: Any) -> RankTrace:
+        key = (plan, rank, *sorted(options.items()))
+        if key not in ran:
+            ran[key] = run_rank(plan, config, rank, **options)
+        return ran[key]
+
+    plans = [
+        Plan(dp=8, zero=zero, precision="bf16", offload=offload, checkpoint_blocks="all")
+        for offload, zero in SIMULATED.items()
+    ]
+    return {
+        name: [
+            simulate(plan, config, machine(name), batch=64, traces=trace).step_seconds
+            for plan in plans
+        ]
+        for name in MACHINES
     }

@@ -47,6 +47,7 @@ def tour(group: Group, page: Page) -> None:
         ("2  Where each byte lies: device, host, disk", where),
         ("3  What moves in a step, and the formula", what_moves),
         ("4  Reading ahead, writing behind: a slow disk", hidden),
+        ("4.1  The same step on other machines (N2:454 to 457, N4:19 to 40)", machines),
         ("5  A model four times over the limit", over_the_limit),
     ):
         page.heading(title)
@@ -248,6 +249,29 @@ def hidden(alone: Group, page: Page) -> None:
         note=f"computing takes {1e3 * 16 * lab.COMPUTE:.0f} ms; counted are reads and writes "
         "that begin in forward and backward; behind the update, the rest of the step, "
         "little hides",
+    )
+
+
+def machines(alone: Group, page: Page) -> None:
+    """Show a simulated step on machines with other ways to memory, without and with offload."""
+    rows = []
+    for name, seconds in lab.on_machines().items():
+        cluster = lab.machine(name)
+        rows.append(
+            [
+                name,
+                f"{cluster.tiers['host'].bandwidth / BILLION:.0f}",
+                f"{cluster.device.host_bandwidth / BILLION:.0f}",
+                f"{cluster.tiers[cluster.below].bandwidth / BILLION:.0f}",
+                *(f"{each:.3f} s" for each in seconds),
+            ]
+        )
+    page.table(
+        "Two blocks of llama2-7b on eight devices, simulated; GB/s of a device, and a step",
+        ["", "to the host", "host's memory", "below", "no offload", "optimizer", "all"],
+        rows,
+        note="bf16, 64 sequences of 2,048 tokens, blocks computed again; no offload and "
+        "optimizer: ZeRO-2; all: ZeRO-3",
     )
 
 

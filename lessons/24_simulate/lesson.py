@@ -368,7 +368,7 @@ def straggler() -> None:
 
 BREAKS = {
     "slow-ring": Break(slow_ring, says="7,680 MiB through network cards"),
-    "tensor-across-nodes": Break(tensor_across_nodes, says="tensor parallel across nodes 0.4"),
+    "tensor-across-nodes": Break(tensor_across_nodes, says="tensor parallel across nodes 0.3"),
     "straggler": Break(straggler, says="rank 3 at half speed  0.3"),
 }
 

@@ -23,14 +23,17 @@ from minidist.console import write_json
 from minidist.errors import ConfigError
 from minidist.files import DISK_FAILED, check_writable
 from minidist.progress import progress
-from minidist.simulate.calibrate import COLUMNS, CONSTANTS, CostFit, Predictor, Run, fit, read_runs
+from minidist.simulate.calibrate import CONSTANTS, CostFit, fit
+from minidist.simulate.few_passes import FewPasses
+from minidist.simulate.runs import COLUMNS, Run, read_runs
+from minidist.simulate.sure import of_fit
 from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `minidist calibrate` to the parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    columns = "\n".join(f"    {name:13}{what}" for name, what in COLUMNS.items())
+    columns = "\n".join(f"    {name:19}{what}" for name, what in COLUMNS.items())
     parser.description = (__doc__ or "").format(columns=columns)
     parser.add_argument(
         "--from", dest="runs", required=True, metavar="FILE.csv", help="the measured steps"
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     names = args.fit.split(",") if args.fit else CONSTANTS
     console = Console(highlight=False)
     with progress("reading") as show:
-        fitted = fit(runs, Predictor(), args.cluster, names, show)
+        fitted = fit(runs, FewPasses(), args.cluster, names, show)
     _show(console, runs, fitted, args.out)
     try:
         fitted.profile.save(Path(args.out))
@@ -111,6 +114,12 @@ def _show(console: Console, runs: list[Run], fitted: CostFit, out: str) -> None:
         console.print(
             f"error {mean:6.1%} in the mean, {worst:6.1%} at worst, {what}", soft_wrap=True
         )
+    sure = of_fit(fitted.profile.fit)
+    console.print(
+        f"known to by this profile: seconds within a factor of {sure.spread:.2f}; two plans of a job "
+        f"can be told apart where they differ by more than {sure.apart - 1:.0%}",
+        soft_wrap=True,
+    )
     rates = {name: value for name, value in vars(fitted.profile.rates).items() if name in CONSTANTS}
     console.print(
         "constants: " + ", ".join(f"{name} {value:.3g}" for name, value in rates.items()),

@@ -15,7 +15,12 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from minidist.cli.simulate import config_of, model_arguments, tokens_number
+from minidist.cli.simulate import (
+    FLOAT32_GRADIENTS,
+    config_of,
+    model_arguments,
+    tokens_number,
+)
 from minidist.cli.train.settings import MIXTURE_OPTIONS
 from minidist.console import fail, positive, positive_number, whole_number, write_json
 from minidist.files import check_writable
@@ -70,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="adamw",
         help="(default: adamw)",
     )
+    add("--float32-gradients", action="store_true", help=FLOAT32_GRADIENTS)
     add = parser.add_argument_group("the choice").add_argument
     add(
         "--objective",
@@ -135,6 +141,11 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     if bool(args.cluster) == args.here:
         fail("--cluster NAME:NODESxDEVICES or --here: give one of the two, as --cluster h100:16x8")
+    if args.float32_gradients and args.here:
+        fail(
+            "--float32-gradients is a question about other machines: training here keeps gradients "
+            "in the dtype of their weights; leave it out"
+        )
     if (args.run or args.n) and not args.here:
         fail(
             f"{'--run' if args.run else '-n'} goes with --here; for another cluster, write "
@@ -157,6 +168,7 @@ def run(args: argparse.Namespace) -> int:
             batch=args.batch,
             objective=args.objective,
             optimizer=args.optimizer,
+            float32_gradients=args.float32_gradients,
             precision=args.precision or ("fp32" if args.here else "bf16"),
             rates=rates,
             confirm=confirm,
@@ -170,7 +182,15 @@ def run(args: argparse.Namespace) -> int:
         "objective": args.objective,
         "enumerated": ranking.enumerated,
         "fit": len(ranking),
-        "plans": [choice.as_json() for choice in ranking.top(args.top)],
+        "known_to": ranking.estimates.sure._asdict(),
+        "plans": [
+            choice.as_json()
+            | {
+                "known_to": ranking.estimates.sure.interval(choice.known_seconds),
+                "tied_with_best": ranking.tied(choice),
+            }
+            for choice in ranking.top(args.top)
+        ],
         "refused": [choice.as_json() for choice in ranking.refused],
     }
     found |= _asked(args, ranking, prices, rates, console)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Column, Table
 
+from minidist.cli.simulate_report import known_to
 from minidist.console import exactly
 from minidist.plan.estimate import TERMS
 from minidist.plan.explain import TITLES, Advice, Explanation
@@ -35,7 +36,7 @@ def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequenc
         markup=False,
         soft_wrap=True,
     )
-    figures = ["s a step", "MFU", "GiB"]
+    figures = ["s a step", "known to", "MFU", "GiB"]
     table = Table(
         *(Column(name, justify="right") for name in ("", *figures)),
         "known by",
@@ -44,10 +45,19 @@ def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequenc
         header_style="bold",
     )
     for place, choice in enumerate(ranking.top(count), start=1):
-        _add_row(table, str(place), choice, ranking)
+        tie = "≈ " if place > 1 and ranking.tied(choice) else ""
+        _add_row(table, f"{tie}{place}", choice, ranking)
     for choice in ranking.refused:
         _add_row(table, "-", choice, ranking)
     console.print(table)
+    sure = ranking.estimates.sure
+    if any(ranking.tied(choice) for choice in ranking.top(count)[1:]):
+        console.print(
+            f"≈: cannot be told from 1; two plans of a job can where they differ by more than "
+            f"{sure.apart - 1:.0%}",
+            markup=False,
+        )
+    console.print(known_to(sure, best.known_seconds), markup=False, soft_wrap=True)
     parts = [
         f"{TITLES[term]} {best.seconds[term] / best.step_seconds:.1%}"
         for term in TERMS
@@ -78,9 +88,10 @@ def _add_row(table: Table, place: str, choice: Choice, ranking: Ranking) -> None
     table.add_row(
         place,
         f"{choice.known_seconds:.4g}",
+        "{:.2g}–{:.2g}".format(*ranking.estimates.sure.interval(choice.known_seconds)),
         f"{ranking.mfu(choice):.1%}",
         f"{choice.known_total / GIB:.3g}",
-        choice.known_by if choice.fits else "replayed: does not fit",
+        choice.known_by if choice.fits else "replayed:\ndoes not fit",
         *figures,
         choice.text,
     )

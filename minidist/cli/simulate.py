@@ -48,6 +48,11 @@ DOES_NOT_FIT = 3
 
 MOST_TOKENS = 1e18
 
+FLOAT32_GRADIENTS = (
+    "gradients in float32 beside weights of two bytes, as Megatron keeps and sends them (only "
+    "simulated: training here keeps a gradient in the dtype of its weight)"
+)
+
 SIZES = {"layers": 12, "width": 768, "heads": 12, "sequence": 1024, "vocab": 50257}
 """Of a model without a name (those of GPT-2); an option of a model with a name replaces the
 name's."""
@@ -109,6 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="adamw",
         help="(default: adamw)",
     )
+    add("--float32-gradients", action="store_true", help=FLOAT32_GRADIENTS)
     division(parser.add_argument_group("the plan").add_argument)
     memory(parser.add_argument_group("device memory").add_argument)
     add = parser.add_argument_group("the result").add_argument
@@ -189,6 +195,7 @@ def run(args: argparse.Namespace) -> int:
             slow_links=_factors("--slow-link", args.slow_link),
             folded=not args.unfolded,
             optimizer=args.optimizer,
+            float32_gradients=args.float32_gradients,
             rates=Rates.of(cluster.device, profile) if profile else None,
             traces=multiplying_bytes if args.multiply_bytes else run_rank,
         )

@@ -7,6 +7,7 @@ from minidist.console import exactly, plural, size_text
 from minidist.device.account import CATEGORIES
 from minidist.parallel.hybrid.plan_checks import words
 from minidist.simulate.results import Simulation
+from minidist.simulate.sure import Sureness
 
 SMALLEST = 5e-4  # shares of the step below this are not told
 DAY = 86400.0
@@ -83,10 +84,21 @@ def _print_summary(console: Console, found: Simulation, *, multiplies_bytes: boo
         f"{found.step_seconds:,.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU "
         f"{found.mfu:.1%}, HFU {found.hfu:.1%} (what really runs)",
     )
+    _say(console, known_to(found.sure, found.step_seconds))
     if plan.precision == "fp8":
         _say(console, MULTIPLIED if multiplies_bytes else WIDENED)
     clocks = len(found.replayed.ranks)
     _say(console, f"{plural(len(found.traces), 'role')} run, {plural(clocks, 'clock')} replayed\n")
+
+
+def known_to(sure: Sureness, seconds: float) -> str:
+    """Return how sure the figures are, as a sentence."""
+    low, high = sure.interval(seconds)
+    return (
+        f"known to: {low:,.3g} to {high:,.3g} s a step, and all that follows from seconds within a "
+        f"factor of {sure.spread:.2f}; bytes within {sure.memory:.2f} (nine of ten measured steps "
+        "that the constants were not fitted to)"
+    )
 
 
 def _time_table(found: Simulation) -> Table:

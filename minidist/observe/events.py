@@ -60,6 +60,10 @@ class Memory(NamedTuple):
     nbytes: int
 
 
+class Sync(NamedTuple):
+    """The host waits until its device has ended everything before: it reads a number."""
+
+
 class Transfer(NamedTuple):
     """A copy between device, host and disk, on its own lane; Await(id) waits for it."""
 
@@ -68,4 +72,4 @@ class Transfer(NamedTuple):
     nbytes: int
 
 
-Event: TypeAlias = Busy | Start | Await | Memory | Transfer
+Event: TypeAlias = Busy | Start | Await | Memory | Sync | Transfer

@@ -11,7 +11,18 @@ its group has ended. From that every time follows:
 `plain_replay` is the whole idea. What `replay` adds: calls that share links slow each other down
 (shared_links.py), ranks that nothing tells apart share one clock (fold.py), traces of one role are
 read once (tracks.py), a rank may continue before a call has ended on all ranks (`Await.sooner`),
-and the times of all events are kept, 8 bytes each, for the critical path (replay_path.py).
+work ends no sooner than its host has issued it, and the times of all events are kept, 8 bytes each,
+for the critical path (replay_path.py).
+
+The host of a GPU issues kernels one after another and runs ahead of the device. It waits for the
+device only at a `Sync`, and at a message between stages. So a step takes as long as the longer of
+the two queues:
+
+    host     |issue F|issue B|··········· | sync     host is shorter: kernels wait in the queue
+    device   |forward ······|backward ··········|
+
+    host     |issue F ·······|issue B ·········|     host is longer: the device waits for kernels
+    device   |fo  rw  ar  d  |ba  ck  wa  rd   |
 """
 
 from array import array
@@ -27,13 +38,14 @@ from minidist.observe.events import (
     GroupCall,
     Memory,
     Start,
+    Sync,
     Transfer,
 )
 from minidist.observe.fold import Folded, fold, unfolded
 from minidist.observe.shared_cores import on_shared_cores
 from minidist.observe.shared_links import Running, SharedLinks, busy_links
 from minidist.observe.stations import UNKNOWN, Loads, Pricing, Station, make_stations
-from minidist.observe.tracks import BUSY, CALL, START, WAIT, Track, track_of
+from minidist.observe.tracks import BUSY, CALL, START, SYNC, WAIT, Track, track_of
 
 __all__ = [
     "Await",
@@ -43,6 +55,7 @@ __all__ = [
     "Memory",
     "Replayed",
     "Start",
+    "Sync",
     "Transfer",
     "plain_replay",
     "replay",
@@ -184,6 +197,7 @@ def replay(
     move_seconds: Callable[[int, Transfer], float] = lambda rank, move: 0.0,
     folded: bool = True,
     core_share: Callable[[int, Hashable], float] | None = None,
+    issue_seconds: Callable[[int, Hashable], float] = lambda rank, work: 0.0,
 ) -> Replayed:
     """Put the traces of all ranks on one clock.
 
@@ -196,6 +210,8 @@ def replay(
              core_share: (rank, work) -> the share of the machine that the work asks for, where
              ranks share cores; while all shares together are more than 1, all slow down by that
              sum. None: each rank has its own.
+             issue_seconds: (rank, work) -> seconds in which the rank's host issues the work; 0
+             where a processor computes itself.
     Raises:  DeadlockError: waits that never end, with ranks and calls. MismatchError: calls that do
              not fit together.
     Cost:    about 1 µs an event and clock.
@@ -206,23 +222,33 @@ def replay(
         tuple(busy_seconds(rank, busy.work) for busy in tracks[role].works)
         for rank, role in enumerate(role_of)
     ]
+    issue = [
+        tuple(issue_seconds(rank, busy.work) for busy in tracks[role].works)
+        for rank, role in enumerate(role_of)
+    ]
     links = busy_links(dict.fromkeys(station for mine in own for station in mine))
-    alike = list(zip(role_of, seconds, strict=True))
+    alike = list(zip(role_of, seconds, issue, strict=True))
     job = fold(own, links, alike) if folded and not core_share else unfolded(own, links)
     for station, clocks_to_come in job.clocks_to_come.items():
         station.open(clocks_to_come)
         station.sharing = Running(station, job.loads[station]) if station in job.loads else None
     played = [tracks[role_of[rank]] for rank in job.ranks]
     shared = on_shared_cores(job, played, seconds, core_share) if core_share else (job, played)
-    stops = _play(*shared, [seconds[rank] for rank in job.ranks])
+    stops = _play(
+        *shared, [seconds[rank] for rank in job.ranks], [issue[rank] for rank in job.ranks]
+    )
     return Replayed(tracks, role_of, job, stops)
 
 
 def _play(
-    job: Folded, tracks: list[Track], seconds: list[tuple[float, ...]]
+    job: Folded,
+    tracks: list[Track],
+    seconds: list[tuple[float, ...]],
+    issue: list[tuple[float, ...]],
 ) -> list["array[float]"]:
     """Run all clocks to their ends; returns when each op ended."""
     stops = [array("d", (0.0,)) for _ in tracks]
+    hosts = [0.0] * len(tracks)  # when the host of each clock has issued what ran so far
     todo = [iter(track.ops) for track in tracks]
     sharing = SharedLinks()
     ready = list(range(len(tracks)))
@@ -232,18 +258,22 @@ def _play(
         for clock in station.waiting.pop(number, ()):
             mine = end - tracks[clock].sooner.get(len(stops[clock]) - 1, 0.0)
             stops[clock].append(max(stops[clock][-1], mine))
+            if station.host_waits:
+                hosts[clock] = max(hosts[clock], stops[clock][-1])
             ready.append(clock)
 
     while True:
         while ready:
             clock = ready.pop()
             sooner = tracks[clock].sooner
-            _run(
+            hosts[clock] = _run(
                 clock,
                 todo[clock],
                 sooner,
                 stops[clock],
                 seconds[clock],
+                issue[clock],
+                hosts[clock],
                 job.stations[clock],
                 sharing,
                 ended,
@@ -264,15 +294,23 @@ def _run(
     sooner: dict[int, float],
     stops: "array[float]",
     seconds: tuple[float, ...],
+    issue: tuple[float, ...],
+    host: float,
     stations: list[Station],
     sharing: SharedLinks,
     ended: Callable[[Station, int, float], None],
-) -> None:
-    """Run one clock until it waits for a job whose end is not known yet, or to its end."""
+) -> float:
+    """Run one clock until it waits for a job whose end is not known yet, or to its end. Returns the
+    time of its host, which begins at `host`."""
     now = stops[-1]
     for kind, place, number in todo:
         if kind == BUSY:
             now += seconds[place]
+            host += issue[place]
+            if host > now:
+                now = host
+        elif kind == SYNC:
+            host = now
         else:
             station = stations[place]
             if kind != WAIT:  # START, CALL: the clock comes to the job
@@ -294,12 +332,15 @@ def _run(
                 end = station.ends[number]
                 if end == UNKNOWN:
                     station.waiting.setdefault(number, []).append(clock)
-                    return
+                    return host
                 if sooner:
                     end -= sooner.get(len(stops) - 1, 0.0)
                 if end > now:
                     now = end
+                if now > host and station.host_waits:
+                    host = now
         stops.append(now)
+    return host
 
 
 def _deadlock(job: Folded, tracks: list[Track], stops: list["array[float]"]) -> str:

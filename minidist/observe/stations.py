@@ -33,7 +33,8 @@ class Cost(NamedTuple):
 class Station:
     """One station; the lists have a place for each of its jobs.
 
-    Attributes: slot: as the first of the group sees it.
+    Attributes: slot: as the first of the group sees it. host_waits: whether a rank that waits for
+                a job here waits on its host too: for a message between stages.
                 group: its ranks; of a message the sender and the receiver.
                 comers: the ranks that begin its jobs: of a message the sender, else the group.
                 alone: seconds of each job.
@@ -56,6 +57,7 @@ class Station:
         "missing",
         "sharing",
         "slot",
+        "host_waits",
         "waiting",
     )
 
@@ -63,6 +65,7 @@ class Station:
         self, slot: TrackSlot, group: tuple[int, ...], jobs: tuple[Job, ...], costs: dict[Job, Cost]
     ) -> None:
         self.slot = slot
+        self.host_waits = slot.kind == "send" and slot.axis == "pp"
         self.group = group
         self.jobs = jobs
         self.costs = costs

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from minidist.errors import MismatchError
-from minidist.observe.events import Await, Busy, Event, GroupCall, Start, Transfer
+from minidist.observe.events import Await, Busy, Event, GroupCall, Start, Sync, Transfer
 
-BUSY, START, WAIT, CALL = range(4)
+BUSY, START, WAIT, CALL, SYNC = range(5)
 """Kinds of an op; CALL is a START and the WAIT for it in one."""
 
 
@@ -31,8 +31,8 @@ Job: TypeAlias = GroupCall | Transfer
 class Track(NamedTuple):
     """A trace, ready to be played.
 
-    Attributes: ops: (BUSY, place in `works`, 0) or (START, WAIT or CALL, slot, number of the call
-    in its slot).
+    Attributes: ops: (BUSY, place in `works`, 0), (START, WAIT or CALL, slot, number of the call in
+                its slot) or (SYNC, 0, 0).
                 at: for each op the place of its event in the trace; jobs: what each slot runs, in
                 order.
                 sooner: place of a WAIT or CALL in `ops` -> Await.sooner, where that is not 0.
@@ -60,6 +60,8 @@ def track_of(trace: Sequence[Event]) -> Track:
     for place, event in enumerate(trace):
         if isinstance(event, Busy):
             op = (BUSY, works.setdefault(event, len(works)), 0)
+        elif isinstance(event, Sync):
+            op = (SYNC, 0, 0)
         elif isinstance(event, (Start, Transfer)):
             job = event.call if isinstance(event, Start) else event._replace(id=0)
             slot = slots.setdefault(_slot(job), len(slots))

@@ -45,7 +45,8 @@ class CallColumns:
         waits for tp, cp and ep.
 
         Keys: kernels are "forward" and "backward" of a layer, and "ends"; waits are "forward tp",
-        "backward tp", "ends tp", and the same for cp and ep.
+        "backward tp", "ends tp", and the same for cp and ep; "launch forward", "launch backward"
+        and "launch ends" are seconds of the host.
         """
         groups, layout = self._groups()
         known: dict[Groups, int] = {}
@@ -65,23 +66,25 @@ class CallColumns:
 
     def _one_cell(self, cut: Cut, groups: Mapping[str, Groups]) -> dict[str, float]:
         price = self.layouts.price
-        layer, ends = self.cells.cell(cut).seconds(
+        cell = self.cells.cell(cut)
+        layer, ends = cell.seconds(
             lambda call: price(
                 groups[call.axis], call.verb, call.algorithm, call.nbytes, call.blocks
             )
         )
         found = {phase: layer[phase].compute for phase in PHASES}
         found["ends"] = fsum(ends[phase].compute for phase in PHASES)
+        found |= cell.launching
         for axis in ("tp", "cp", "ep"):
             found.update({f"{phase} {axis}": layer[phase].waits.get(axis, 0.0) for phase in PHASES})
             found[f"ends {axis}"] = fsum(ends[phase].waits.get(axis, 0.0) for phase in PHASES)
         return found
 
-    def data(self) -> dict[str, np.ndarray]:
+    def data(self, wider: int = 1) -> dict[str, np.ndarray]:
         """Return the seconds of the data axis's calls of a layer and of the ends.
 
         These are reductions, gathers (ZeRO-3: of one pass), and sums over the copies of the state
-        (hybrid sharding).
+        (hybrid sharding). wider: times the bytes of a gradient that is as wide as its weight.
         """
         groups, layout = self._groups()
         known: dict[Groups, int] = {}
@@ -90,19 +93,24 @@ class CallColumns:
         rows, where = np.unique(keys, axis=0, return_inverse=True)
         by_number = list(known)
         made = [
-            dict(self._calls(tp, zero, shard, by_number[number]))
+            dict(self._calls(tp, zero, shard, by_number[number], wider))
             for tp, zero, shard, number in rows.tolist()
         ]
         return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
 
-    def _calls(self, tp: int, zero: int, shard: int, groups: Groups) -> Iterator[tuple[str, float]]:
+    def _calls(
+        self, tp: int, zero: int, shard: int, groups: Groups, wider: int
+    ) -> Iterator[tuple[str, float]]:
         shards = cut(groups, shard, self.layouts.cluster.per_node) if shard else groups
         replicas = strided(groups, shard, self.layouts.cluster.per_node) if shard else ()
         for part, calls in zip(("", "ends "), self.cells.data_calls(tp, zero), strict=True):
             gather = reduce = copies = 0.0
             for call, times in calls.items() if len(groups[0]) > 1 else ():
+                gathers = call.verb == "all_gather"
+                if not gathers:
+                    call = call._replace(nbytes=wider * call.nbytes)
                 spent = times * self._price_of(call, shards, len(shards[0]))
-                if call.verb == "all_gather":
+                if gathers:
                     gather += spent / (2 if zero == 3 else 1)
                 else:
                     reduce += spent

@@ -24,7 +24,7 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.rates import Rates
-from minidist.simulate.trace import Kernel, RankTrace
+from minidist.simulate.trace import Kernel, RankTrace, Segment
 
 INNER = ("tp", "cp", "ep")
 """Axes with calls inside a layer; the calls of other axes follow from its bytes (estimate.py)."""
@@ -127,6 +127,17 @@ class Cell:
             [self.rates.segment(segment) for segment in trace.segments] for trace in self.traces
         ]
 
+    @cached_property
+    def launching(self) -> dict[str, float]:
+        """Seconds in which the host launches a layer's forward, its backward, and the ends."""
+        one, two = (
+            {phase: spent_in(trace, [phase], self.rates.issue) for phase in PHASES}
+            for trace in self.traces
+        )
+        layer = {phase: two[phase] - one[phase] for phase in PHASES}
+        ends = fsum(one.values()) - fsum(layer.values())
+        return {f"launch {phase}": layer[phase] for phase in PHASES} | {"launch ends": ends}
+
     def seconds(self, price: Price) -> tuple[dict[str, PhaseSeconds], dict[str, PhaseSeconds]]:
         """Return the seconds of forward and backward: of a layer, and of the ends."""
         one, two = (
@@ -201,15 +212,22 @@ class Cells:
             self._calls[tp, zero] = _by_layer(one, two)
         return self._calls[tp, zero]
 
-    def data_kernels(self, tp: int, zero: int) -> tuple[float, float]:
+    def data_kernels(self, tp: int, zero: int, *, launched: bool = False) -> tuple[float, float]:
         """Return the seconds of the kernels that a ZeRO stage adds to a pass (it places weights,
-        and forgets them): in a layer, and in the ends."""
-        if zero < 2:
+        and forgets them), in a layer and in the ends; launched: the host's for all kernels of the
+        data axis."""
+        if zero < 2 and not launched:
             return 0.0, 0.0
         names = (*PHASES, "step", "wait for gradients")
+        seconds = self.rates.issue if launched else self.rates.segment
+        without = Plan(tp=tp, precision=self._precision)
         one, two = (
-            self._spent(self._two_ranks(tp, zero, layers), names)
-            - self._spent(self._two_ranks(tp, 0, layers), names)
+            spent_in(self._two_ranks(tp, zero, layers), names, seconds)
+            - spent_in(
+                self._run_plan(without, layers, 1) if launched else self._two_ranks(tp, 0, layers),
+                names,
+                seconds,
+            )
             for layers in (1, 2)
         )
         return max(0.0, two - one), max(0.0, 2 * one - two)
@@ -218,10 +236,9 @@ class Cells:
         plan = Plan(dp=2, tp=tp, zero=zero, precision=self._precision)
         return self._run_plan(plan, layers, 2)
 
-    def add_seconds(self, itemsize: int) -> float:
-        """Return the seconds per weight to add a sum of gradients to the shard: read both, write
-        one."""
-        kernel = Kernel("memory", "float32", 0.0, 3.0 * itemsize * MANY)
+    def pass_seconds(self, nbytes: float) -> float:
+        """Return the seconds per weight of a pass that reads and writes so many bytes of each."""
+        kernel = Kernel("memory", "float32", 0.0, nbytes * MANY)
         return self.rates.segment(((kernel, 1),)) / MANY
 
     def late(self, tp: int, sequence: int) -> Late:
@@ -240,21 +257,14 @@ class Cells:
             held = two[0] - one[0]
             more = two[1] - two[0] - (one[1] - one[0])
             weights, whole = (
-                self._spent(traces[1][0], names) - self._spent(traces[0][0], names)
+                spent_in(traces[1][0], names, self.rates.segment)
+                - spent_in(traces[0][0], names, self.rates.segment)
                 for names in (("backward for the weights",), SPLIT)
             )
             self._late[tp, sequence] = Late(
                 (held, one[0] - held), (more, one[1] - one[0] - more), weights / whole
             )
         return self._late[tp, sequence]
-
-    def _spent(self, trace: RankTrace, names: Sequence[str]) -> float:
-        """Return the seconds of the segments with these names."""
-        return fsum(
-            self.rates.segment(trace.segments[event.work])  # type: ignore[call-overload]
-            for event in trace.events
-            if isinstance(event, Busy) and event.name in names
-        )
 
     def _last_stage(self, tp: int, sequence: int, stages: int, layers: int) -> RankTrace:
         plan = Plan(
@@ -356,6 +366,15 @@ class Cells:
             self._kind,
             self._optimizer,
         )
+
+
+def spent_in(trace: RankTrace, names: Sequence[str], seconds: Callable[[Segment], float]) -> float:
+    """Return the seconds of the segments with these names."""
+    return fsum(
+        seconds(trace.segments[event.work])  # type: ignore[call-overload]
+        for event in trace.events
+        if isinstance(event, Busy) and event.name in names
+    )
 
 
 def working(trace: RankTrace) -> int:

@@ -26,6 +26,8 @@ and layouts.py, as columns of call_columns.py):
                              is computed
                  ZeRO-3      gathers of each forward and backward, which wait for the first
     offload    the transfers to host or disk that are not hidden
+    host       what the host needs to launch all kernels of the step, beyond all the others: it
+               launches while the device computes and waits
 
     memory     weights, gradients, optimizer: parallel/zero/memory_formula.py;  activations:
                microbatches that the schedule holds (chapter 11) · L · bytes that a layer keeps
@@ -54,9 +56,23 @@ from minidist.plan.candidates import SCHEDULES, Candidates
 from minidist.plan.cells import Cells, Cut
 from minidist.plan.layouts import Layouts
 from minidist.simulate.cluster import Cluster
+from minidist.simulate.main_gradients import ADDED, WIDER
 from minidist.simulate.rates import Rates
+from minidist.simulate.sure import PUBLISHED, Sureness
 
-TERMS = ("compute", "recompute", "update", "bubble", "tp", "cp", "ep", "pp", "dp", "offload")
+TERMS = (
+    "compute",
+    "recompute",
+    "update",
+    "bubble",
+    "tp",
+    "cp",
+    "ep",
+    "pp",
+    "dp",
+    "offload",
+    "host",
+)
 # share of the device's memory that an estimate may fill: 5 % is left because estimates can be too
 # low; the replay is exact
 MEMORY_SHARE = 0.95
@@ -65,12 +81,13 @@ MEMORY_SHARE = 0.95
 @dataclass(frozen=True)
 class Estimates:
     """Estimates of all candidates, as columns. Attributes: seconds: by TERMS; memory: peak bytes by
-    category."""
+    category; sure: what they are known to."""
 
     candidates: Candidates
     cluster: Cluster
     seconds: Mapping[str, np.ndarray]
     memory: Mapping[str, np.ndarray]
+    sure: Sureness = PUBLISHED
 
     @cached_property
     def step_seconds(self) -> np.ndarray:
@@ -123,15 +140,25 @@ class Estimator:
         rates: Rates | None = None,
         precision: str = "bf16",
         optimizer: str = "adamw",
+        float32_gradients: bool = False,
     ) -> None:
         self.config = config
         self.cluster = cluster
         self.precision = precision
-        self.cells = Cells(config, cluster, rates or Rates.of(cluster.device), precision, optimizer)
+        rates = rates or Rates.of(cluster.device)
+        self.sure = rates.sure
+        self.cells = Cells(config, cluster, rates, precision, optimizer)
         self.layouts = Layouts(cluster)
         self.each = Each.of(ITEMSIZE[precision], masters=precision != "fp32")
+        self.wider = 1
+        self.main_seconds = 0.0  # of a weight and pass: its gradient is added to the main one
+        if float32_gradients and precision != "fp32":
+            self.wider = WIDER
+            self.main_seconds = self.cells.pass_seconds(ADDED)
+        self.each = self.each._replace(gradients=self.wider * self.each.gradients)
         self.update_seconds = self.cells.update_seconds()
-        self.add_seconds = self.cells.add_seconds(ITEMSIZE[precision])
+        # a sum of gradients and the shard: read both, write one
+        self.add_seconds = self.cells.pass_seconds(3.0 * ITEMSIZE[precision])
 
     @cached_property
     def host_update_seconds(self) -> float:
@@ -145,7 +172,7 @@ class Estimator:
             return Estimates(found, self.cluster, dict.fromkeys(TERMS, none), {"parameters": none})
         work = Columns(found, self)
         memory = work.memory()
-        return Estimates(found, self.cluster, work.seconds(), memory)
+        return Estimates(found, self.cluster, work.seconds(), memory, self.sure)
 
     def may_fit(self, found: Candidates) -> np.ndarray:
         """Return a mask of the candidates whose weights, gradients and optimizer fit; used before
@@ -283,7 +310,9 @@ class Columns:
         first = share * self.per_ends["numbers"] * itemsize
         two = unit + largest
         filling = np.where(self.again, two, np.where(on_disk, first, largest))
-        buffers = np.select([self.zero == 3, self.zero == 2], [filling, largest], 0.0)
+        buffers = self.model.wider * np.select(
+            [self.zero == 3, self.zero == 2], [filling, largest], 0.0
+        )
         kept = np.where(self.again, self.per_layer["kept"], self.per_layer["held"])
         inner = np.where(self.again, self.per_layer["again"], self.per_layer["inner"])
         # gpipe keeps the losses of all microbatches
@@ -304,6 +333,7 @@ class Columns:
             activations = np.where(self.v_shaped | self.deferred & ends, deferred, activations)
             # ZeRO-2 and 3: the gradients of the whole stage lie there when its weight backward ends
             stage = (self.layers * unit + share * self.per_ends["numbers"] * itemsize) / self.chunks
+            stage = self.model.wider * stage
             later = np.where(self.zero >= 2, stage - late - whole, 0.0)
             buffers = np.where(self.split, np.maximum(later, 0.0), buffers)
         found["gradients"] = found["gradients"] + buffers
@@ -350,7 +380,7 @@ class Columns:
     def seconds(self) -> dict[str, np.ndarray]:
         """Return the seconds by TERMS."""
         inner = self.calls.inner()
-        dp = self.calls.data()
+        dp = self.calls.data(self.model.wider)
         hop = self.calls.hop()
         layers = self.layers
         pieces = self.pieces
@@ -397,15 +427,30 @@ class Columns:
         # ZeRO-2 and 3 sums
         added = np.where((self.zero >= 2) & (self.copies > 1), share, numbers)
         found["compute"] = found["compute"] + np.where(
-            away == 0, (pieces - 1) * added * self.model.add_seconds, 0.0
+            away == 0,
+            (pieces - 1) * added * self.model.add_seconds
+            + pieces * numbers * self.model.main_seconds,
+            0.0,
         )
         found["offload"] = self._offload(share, found["compute"] / 3)
+        found["host"] = np.maximum(0.0, self._launching(inner) - sum(found.values()))
         return found
 
-    def _own_kernels(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of the data axis's own kernels in a pass: of a layer, of the ends."""
+    def _launching(self, inner: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the seconds in which the host of a rank launches the kernels of a step."""
+        layer = inner["launch forward"] * (1 + self.again) + inner["launch backward"]
+        own, own_ends = self._own_kernels(launched=True)
+        ends = self.end * (inner["launch ends"] + own_ends)
+        return np.asarray(self.pieces * (self.layers * (layer + own) + ends))
+
+    def _own_kernels(self, *, launched: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of the data axis's own kernels in a pass, of a layer and of the ends:
+        on the device, or at the host that launches them."""
         cuts, where = np.unique(self.found.rows("tp", "zero"), axis=0, return_inverse=True)
-        made = np.array([self.model.cells.data_kernels(tp, zero) for tp, zero in cuts.tolist()])
+        cells = self.model.cells
+        made = np.array(
+            [cells.data_kernels(tp, zero, launched=launched) for tp, zero in cuts.tolist()]
+        )
         divided = np.where(self.copies > 1, 1.0, 0.0)
         layer, ends = made[where.reshape(-1)].T
         return divided * layer, divided * ends

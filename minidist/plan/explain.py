@@ -27,6 +27,7 @@ TITLES = {
     "pp": "hops between stages",
     "dp": "gradients and weights on the data axis",
     "offload": "offload",
+    "host": "waiting for the host's launches",
 }
 NEARLY = 0.93  # computing is the limit above this share of the step without the longest other term
 

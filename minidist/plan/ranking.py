@@ -131,7 +131,7 @@ class Ranking:
     Attributes: order: numbers of candidates; enumerated: number of plans before pruning; confirmed:
                 plans that the replay ran, the best first; refused: plans that do not fit there, and
                 so lost their places; mixed: plans that the replay ran stand among the others by
-                known figures, else before them.
+                known figures, else before them. float32_gradients: as plan_for's.
     """
 
     config: GPTConfig
@@ -144,6 +144,7 @@ class Ranking:
     confirmed: tuple[Choice, ...] = ()
     refused: tuple[Choice, ...] = ()
     mixed: bool = False
+    float32_gradients: bool = False
 
     def __len__(self) -> int:
         return len(self.order)
@@ -189,6 +190,10 @@ class Ranking:
                 return choice
         return None
 
+    def tied(self, choice: Choice) -> bool:
+        """Return True if it is not known whether the best plan is faster than this one."""
+        return not self.estimates.sure.tells(self.best.known_seconds, choice.known_seconds)
+
     def mfu(self, choice: Choice) -> float:
         """Return the model FLOPs utilisation of a plan, counted as in results.py."""
         peak = self.cluster.device.peak(PRODUCT_DTYPES[choice.plan.precision])
@@ -207,6 +212,7 @@ def plan_for(
     precision: str = "bf16",
     optimizer: str = "adamw",
     rates: Rates | None = None,
+    float32_gradients: bool = False,
     confirm: int | None = 0,
     show: Progress = SILENT,
 ) -> Ranking:
@@ -216,7 +222,8 @@ def plan_for(
              step of the whole job, each of config.context tokens. objective: the figure to
              minimise, one of OBJECTIVES.
              precision: of all plans, as Plan's. optimizer: as Trainer's.
-             rates: seconds of kernels (default: of the cluster's device). confirm: number of the
+             rates: seconds of kernels (default: of the cluster's device). float32_gradients: as
+             simulate's. confirm: number of the
              best plans that the replay (md.simulate) runs too, and places first; None:
              MOST_CONFIRMED, and more until no estimate is better than the best of them, as long as
              their replays take less than about AFFORDABLE seconds; all are ranked by what is known.
@@ -228,13 +235,27 @@ def plan_for(
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if objective not in OBJECTIVES:
         raise ConfigError(f"objective {objective!r}; choose one of {', '.join(OBJECTIVES)}")
-    options = {"rates": rates, "precision": precision, "optimizer": optimizer}
+    options = {
+        "rates": rates,
+        "precision": precision,
+        "optimizer": optimizer,
+        "float32_gradients": float32_gradients,
+    }
     enumerated, estimates = _estimated(config, cluster, batch, options)
     if not estimates.fits.any():
         raise ConfigError(_nowhere(config, cluster, batch, options))
     fits = np.flatnonzero(estimates.fits)
     order = fits[np.lexsort((estimates.step_seconds[fits], _wanted(estimates, objective)[fits]))]
-    ranking = Ranking(config, cluster, batch, objective, estimates, order, enumerated)
+    ranking = Ranking(
+        config,
+        cluster,
+        batch,
+        objective,
+        estimates,
+        order,
+        enumerated,
+        float32_gradients=float32_gradients,
+    )
     return ranking if confirm == 0 else _confirmed(ranking, confirm, rates, optimizer, show)
 
 
@@ -317,6 +338,7 @@ def replayed(
         order=choice.order,
         rates=rates,
         optimizer=optimizer,
+        float32_gradients=ranking.float32_gradients,
     )
     return replace(choice, confirmed=found)
 
@@ -392,6 +414,7 @@ def command(choice: Choice, model: Sequence[str], ranking: Ranking) -> str:
             "--batch",
             str(ranking.batch),
             *plan,
+            *["--float32-gradients"] * ranking.float32_gradients,
         ]
     )
 

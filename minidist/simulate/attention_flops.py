@@ -28,6 +28,11 @@ def attention_flops(name: str, given: Mapping[str, Any]) -> float:
     return float(2.0 * found * len(given["q"]) * given["heads"] * pairs * given["width"])
 
 
+def scores_of(given: Mapping[str, Any]) -> tuple[int]:
+    """Return the number of scores of an attention kernel that computes all of them."""
+    return (len(given["q"]) * given["heads"] * given["queries"] * given["keys"],)
+
+
 def _pairs_shown(mask: np.ndarray, queries: int, keys: int, causal: bool) -> float:
     """Return queries times keys in the blocks that a mask shows; of a query's own block half if
     causal."""

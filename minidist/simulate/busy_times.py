@@ -1,8 +1,9 @@
-"""Chapter 24 · Seconds of the work between two calls of a rank, and its share of the cores where
-ranks share them.
+"""Chapter 24 · Seconds of the work between two calls of a rank: on its device, at its host, and its
+share of the cores where ranks share them.
 
     busy_times = BusyTimes(rates, alone, traces, role_of, stragglers)
     busy_times.seconds(rank, work)          # on its own cores; on shared ones: while the others wait
+    busy_times.issue(rank, work)            # in which its host launches the kernels
     busy_times.core_share(rank, work)       # of all cores; used only where ranks share cores
 
 On a cluster each rank has its own device: `alone` is None, and work takes as long as `rates` say.
@@ -36,6 +37,7 @@ class BusyTimes:
     ) -> None:
         self._role_of = role_of
         self._stragglers = stragglers
+        self._issue = [[rates.issue(segment) for segment in trace.segments] for trace in traces]
         self._seconds_of_all = _segment_seconds(rates, traces)
         self._seconds_alone = self._seconds_of_all
         if alone is not None:
@@ -47,6 +49,13 @@ class BusyTimes:
             return NEVER
         seconds_alone: float = self._seconds_alone[self._role_of[rank]][work]
         return seconds_alone * self._stragglers.get(rank, 1.0)
+
+    def issue(self, rank: int, work: Any) -> float:
+        """Return the seconds in which a rank's host issues the work."""
+        if work == FAILED:
+            return 0.0
+        seconds: float = self._issue[self._role_of[rank]][work]
+        return seconds * self._stragglers.get(rank, 1.0)
 
     def core_share(self, rank: int, work: Any) -> float:
         """Return the share of all cores that a rank's work asks for.

@@ -1,29 +1,34 @@
 """Chapter 24 · The cost model's few constants, fitted to measured step times.
 
     runs = read_runs("runs.csv", "a100-80g")
-    fitted = fit(runs, Predictor(), "a100-80g")
+    fitted = fit(runs, FewPasses(), "a100-80g")
     fitted.profile.save("profile.json")             # for simulate and plan: --profile profile.json
 
 Each constant begins at its default and is moved, by factors, to where the predicted step times come
-closest to the measured ones: Gauss-Newton steps on the sum of
+closest to the measured ones: Gauss-Newton steps, shortened until they come closer, on the sum of
 
     (log predicted - log measured)² / 0.05²         over the runs: 5 % is what a step time is known
                                                     to
-    (log constant - log default)²  / 0.5²           over the constants: a factor of 1.6 is not
-                                                    unusual
+    (log constant - log default)²  / usual²         over the constants: how far each is from its
+                                                    default on one machine or another (USUAL)
 
-so that a constant on which no run depends keeps its default. How well it fits is told by leaving
-out each run in turn: the error of a run that the constants were not fitted to (from the last step's
-derivatives, which is exact for a model that is linear between the two fits).
+so that a constant on which no run depends keeps its default. `scores` and `logits`, whose defaults
+are 0, are moved by bytes. Whether the host or the device is the slower one, and whether scores and
+logits pass through memory, are questions of either-or, which no slope answers: the fit begins at
+the best of several answers. How well it fits is told by leaving out each run in turn: the error of
+a run that the constants were not fitted to (from the last step's derivatives, which is exact for a
+model that is linear between the two fits). Two figures of these errors go into the profile, and
+with it into every answer that is made by it (sure.py):
+
+    spread    of ten runs left out, nine were measured within this factor of the prediction
+    apart     of ten pairs of runs, nine differ as predicted within this factor: errors that both
+              runs of a pair have do not count
 
 Source: Gauss-Newton and leave-one-out as in Björck 1996, Allen 1974 (PRESS).
 """
 
-import csv
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,71 +37,54 @@ from minidist.console import meant
 from minidist.errors import ConfigError
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
-from minidist.reading import read_text
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import DEFAULT
-from minidist.simulate.models import model
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.rates import CostProfile, Rates
+from minidist.simulate.runs import Run
 from minidist.simulate.simulate import simulate
+from minidist.simulate.sure import sureness
 from minidist.simulate.trace import RankTrace
 
-MOST_BYTES = 64 << 20  # of a file of runs
-MOST_LAYERS = 10_000  # of a run's model
 KNOWN_TO = 0.05  # relative standard deviation of a measured step time
-USUAL = 0.5  # standard deviation of the log of a constant
-STEPS = 6  # of Gauss and Newton, at most
+STEPS = 12  # of Gauss and Newton, at most
 ENOUGH = 1e-3  # change of every log at which no more steps are made
+LENGTHS = (1.0, 0.5, 0.25, 0.1)  # of a step, the first that comes closer
 NUDGE = 0.05  # change of a log by which derivatives are taken
 MOST = {"matmul_share": 1.0, "attention_share": 1.0, "memory_share": 1.0}
+BYTES = {"scores": 8.0, "logits": 32.0}
+"""Of a score and a logit: what counts as much as a factor of e of another constant."""
+USUAL = {
+    "matmul_share": 0.15,
+    "half": 0.7,
+    "attention_share": 0.3,
+    "scores": 1.0,
+    "logits": 1.0,
+    "memory_share": 0.2,
+    "host": 1.0,
+    "launch": 1.0,
+    "inside.alpha": 0.5,
+    "inside.bandwidth": 0.3,
+    "between.alpha": 0.5,
+    "between.bandwidth": 0.3,
+}
+"""Standard deviation of the log of each constant, of machines and frameworks; assumed."""
+BEGINNINGS = [
+    {"host": np.log(host), "scores": passes, "logits": passes}
+    for host in (10e-6, 20e-6, 40e-6)
+    for passes in (0.0, 1.0)
+]
+"""Where the fit may begin: seconds of the host a kernel, scores and logits that stay on the chip or
+pass through memory."""
 
-RATES = ("matmul_share", "half", "attention_share", "memory_share", "launch")
+RATES = (
+    *("matmul_share", "half", "attention_share", "scores", "logits", "memory_share"),
+    *("host", "launch"),
+)
 WIRES = ("inside.alpha", "inside.bandwidth", "between.alpha", "between.bandwidth")
 CONSTANTS = (*RATES, *WIRES)
-"""What is fitted: rates of the device (simulate/device.py), and the wires inside nodes and between
-them."""
-
-COLUMNS = {
-    "seconds": "of a step, measured",
-    "devices": "nodes x devices, such as 8x8; or devices",
-    "batch": "sequences of a step of the whole job",
-    "model": "a name that simulate knows; or the next five",
-    "layers": "blocks",
-    "width": "model width",
-    "heads": "attention heads",
-    "sequence": "tokens of a sequence",
-    "vocab": "embedding rows",
-    "plan": "such as dp=8,tp=8 (dp over all devices)",
-    "zero": "0 to 3 (0)",
-    "schedule": "of a pipeline (1f1b)",
-    "microbatches": "of a pipeline, each data rank",
-    "accumulate": "backward passes of a step (1)",
-    "precision": "fp32, bf16, fp16 (bf16)",
-    "checkpoint": "what is computed again: none, scores, all (none)",
-}
-"""The columns of a file of runs. seconds, devices, batch, and a model or its sizes are needed."""
-PUBLISHED = Path(__file__).resolve().with_name("published")
-"""Step times of papers and repositories as such files; each says its source."""
-_SIZES = {
-    "layers": "layers",
-    "width": "width",
-    "heads": "heads",
-    "sequence": "context",
-    "vocab": "vocabulary",
-}
-
-
-class Run(NamedTuple):
-    """A step that was measured."""
-
-    label: str
-    plan: Plan
-    config: GPTConfig
-    batch: int
-    cluster: Cluster
-    seconds: float
-
-
+"""What can be fitted: rates of the device (simulate/device.py), and the wires inside nodes and
+between them."""
 Predict = Callable[[Run, CostProfile], float]
 """Seconds of a run's step with a profile's constants."""
 
@@ -129,9 +117,14 @@ def fit(
     cluster: str,
     names: Sequence[str] = CONSTANTS,
     progress: Callable[[str], None] = lambda text: None,
+    sources: Sequence[str] = (),
 ) -> CostFit:
-    """Fit the constants `names`. Raises: ConfigError for fewer than two runs, or a constant that
-    there is not."""
+    """Fit the constants `names`.
+
+    Args:    sources: of each run, where it is from; runs of one source are left out together
+             (default: each run is left out by itself).
+    Raises:  ConfigError for fewer than two runs, or a constant that there is not.
+    """
     for name in names:
         if name not in CONSTANTS:
             raise ConfigError(
@@ -142,65 +135,124 @@ def fit(
             f"{len(runs)} measured steps are too few to fit and to check; give two or more, ten "
             "if possible"
         )
-    start = _start(runs, names)
+    begin = _begin(runs, names)
+    usual = np.array([USUAL[name] for name in names])
     measured = np.log([run.seconds for run in runs])
-    logs = np.log(start)
 
     def predicted(at: np.ndarray, told: str) -> np.ndarray:
         progress(told)
-        profile = _profile(cluster, runs[0].cluster, names, np.exp(at))
+        profile = _profile(cluster, runs[0].cluster, names, at)
         return np.log([predict(run, profile) for run in runs])
 
-    now = first = predicted(logs, "with the defaults")
+    def off(at: np.ndarray, now: np.ndarray) -> float:
+        """Return what the fit minimises."""
+        return float(
+            np.sum((now - measured) ** 2) / KNOWN_TO**2 + np.sum(((at - begin) / usual) ** 2)
+        )
+
+    at = begin
+    now = first = predicted(at, "with the defaults")
+    for there in _beginnings(begin, names):
+        then = predicted(there, "where to begin")
+        if off(there, then) < off(at, now):
+            at, now = there, then
     for step in range(1, STEPS + 1):
         slopes = np.stack(
             [
-                (predicted(logs + NUDGE * unit, f"step {step}: {name}") - now) / NUDGE
+                (predicted(at + NUDGE * unit, f"step {step}: {name}") - now) / NUDGE
                 for name, unit in zip(names, np.eye(len(names)), strict=True)
             ],
             axis=1,
         )
-        inner = slopes.T @ slopes / KNOWN_TO**2 + np.eye(len(names)) / USUAL**2
-        pull = slopes.T @ (measured - now) / KNOWN_TO**2 - (logs - np.log(start)) / USUAL**2
-        change = np.clip(np.linalg.solve(inner, pull), -1, 1)
-        most = np.log([MOST.get(name, np.inf) for name in names])
-        change = np.minimum(logs + change, most) - logs
-        logs, now = logs + change, predicted(logs + change, f"step {step}")
-        if np.abs(change).max() < ENOUGH:
+        inner = slopes.T @ slopes / KNOWN_TO**2 + np.diag(usual**-2)
+        pull = slopes.T @ (measured - now) / KNOWN_TO**2 - (at - begin) / usual**2
+        change = np.clip(np.linalg.solve(inner, pull), -0.5, 0.5)
+        best = off(at, now)
+        for length in LENGTHS:
+            there = np.clip(at + length * change, *_limits(names))
+            then = predicted(there, f"step {step}")
+            if off(there, then) < best:
+                break
+        else:
             break
-    leverage = np.einsum("ij,ji->i", slopes, np.linalg.solve(inner, slopes.T)) / KNOWN_TO**2
-    left_out = np.expm1((now - measured) / np.maximum(1 - leverage, 1e-3))
+        moved = np.abs(there - at).max()
+        at, now = there, then
+        if moved < ENOUGH:
+            break
+    leverage = slopes @ np.linalg.solve(inner, slopes.T) / KNOWN_TO**2
+    left_out = _left_out(now - measured, leverage, sources or range(len(runs)))
     fitted = CostFit(
-        _profile(cluster, runs[0].cluster, names, np.exp(logs)),
+        _profile(cluster, runs[0].cluster, names, at),
         np.exp(now).tolist(),
         np.expm1(now - measured).tolist(),
-        left_out.tolist(),
+        np.expm1(left_out).tolist(),
         np.expm1(first - measured).tolist(),
     )
-    return fitted._replace(
-        profile=replace(fitted.profile, fit={"runs": len(runs), **fitted.summary()})
-    )
+    told = {
+        "runs": len(runs),
+        **fitted.summary(),
+        **sureness(left_out.tolist(), [_job(run) for run in runs]),
+    }
+    return fitted._replace(profile=replace(fitted.profile, fit=told))
 
 
-def _start(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
-    """Return the constants' defaults."""
+def _left_out(errors: np.ndarray, leverage: np.ndarray, sources: Sequence[Hashable]) -> np.ndarray:
+    """Return the error of each run by constants that were fitted without its source.
+
+    Args:    leverage: how much each run's prediction moves with each measurement.
+    """
+    found = np.zeros(len(errors))
+    for source in dict.fromkeys(sources):
+        mine = np.array([other == source for other in sources])
+        others = np.eye(mine.sum()) - leverage[np.ix_(mine, mine)]
+        found[mine] = np.linalg.solve(others, errors[mine])
+    return found
+
+
+def _job(run: Run) -> Hashable:
+    """Return what a run computed on what, whatever its plan: its plans compete."""
+    return run.config, run.batch, run.cluster.spec
+
+
+def _begin(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
+    """Return where the defaults are: their logs; of `scores` and `logits` their bytes."""
     topology = runs[0].cluster.topology
     wires = {"inside": topology.inside, "between": topology.between or topology.inside}
+    defaults = [
+        float(getattr(DEFAULT, name))
+        if name in RATES
+        else float(getattr(wires[name.split(".")[0]], name.split(".")[1]))
+        for name in names
+    ]
     return np.array(
         [
-            float(getattr(DEFAULT, name))
-            if name in RATES
-            else float(getattr(wires[name.split(".")[0]], name.split(".")[1]))
-            for name in names
+            value / BYTES[name] if name in BYTES else np.log(value)
+            for name, value in zip(names, defaults, strict=True)
         ]
     )
 
 
-def _profile(
-    cluster: str, of: Cluster, names: Sequence[str], values: Sequence[float]
-) -> CostProfile:
-    """Return the profile of these constants."""
+def _beginnings(begin: np.ndarray, names: Sequence[str]) -> Iterator[np.ndarray]:
+    """Yield the places where the fit may begin, beside the defaults."""
+    for given in BEGINNINGS:
+        there = [given.get(name, value) for name, value in zip(names, begin, strict=True)]
+        if there != begin.tolist():
+            yield np.array(there)
+
+
+def _limits(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the least and the most of each constant, as the fit moves it."""
+    least = [0.0 if name in BYTES else -np.inf for name in names]
+    return np.array(least), np.log([MOST.get(name, np.inf) for name in names])
+
+
+def _profile(cluster: str, of: Cluster, names: Sequence[str], at: np.ndarray) -> CostProfile:
+    """Return the profile of the constants where the fit is."""
     topology = of.topology
+    values = [
+        value * BYTES[name] if name in BYTES else np.exp(value)
+        for name, value in zip(names, at, strict=True)
+    ]
     titles = {"inside": topology.inside.name, "between": (topology.between or topology.inside).name}
     rates = {}
     wires = dict[str, dict[str, float]]()
@@ -211,104 +263,6 @@ def _profile(
             place, number = name.split(".")
             wires.setdefault(titles[place], {})[number] = value
     return CostProfile(cluster, replace(DEFAULT, **rates), wires)
-
-
-# ---------------------------------------------------------------- the file of runs
-
-
-def read_runs(
-    path: str | Path, cluster: str, model: Callable[[str], GPTConfig] = model
-) -> list[Run]:
-    """Return the runs of a CSV file with the columns COLUMNS; lines that begin with # are left out.
-
-    Args:    cluster: "h100", or "FILE:NAME"; each run says how many devices. model: gives the
-             config of a name.
-    Raises:  ConfigError with the line and what is wrong there.
-    """
-    if re.search(r":\d+(x\d+)*$", cluster):
-        raise ConfigError(
-            f"cluster {cluster}: each run says how many devices it had; write only the name, "
-            f"{cluster.rpartition(':')[0]}"
-        )
-    try:
-        text = read_text(path, most=MOST_BYTES).splitlines()
-    except (OSError, ConfigError) as error:
-        raise ConfigError(
-            f"runs {path}: {error.strerror if isinstance(error, OSError) else error}"
-        ) from error
-    lines = [
-        (number, line)
-        for number, line in enumerate(text, 1)
-        if line.strip() and line.lstrip()[0] != "#"
-    ]
-    try:
-        table = csv.DictReader(line for _, line in lines)
-        rows = list(table)
-    except csv.Error as error:
-        raise ConfigError(f"runs {path}: {error}") from error
-    unknown = [name for name in table.fieldnames or () if name not in COLUMNS]
-    if unknown:
-        raise ConfigError(
-            f"runs {path}: no column {unknown[0]!r:.60}{meant(unknown[0], COLUMNS)}; columns are "
-            f"{', '.join(COLUMNS)}"
-        )
-    runs = []
-    for (number, _), row in zip(lines[1:], rows, strict=False):
-        said = {
-            name: text.strip()
-            for name, text in row.items()
-            if name in COLUMNS and text and text.strip()
-        }
-        try:
-            runs.append(_run(said, cluster, model))
-        except (ConfigError, ValueError) as error:
-            raise ConfigError(f"runs {path}, line {number}: {error}") from error
-    return runs
-
-
-def _run(row: Mapping[str, str], cluster: str, model: Callable[[str], GPTConfig]) -> Run:
-    sizes = () if "model" in row else tuple(_SIZES)
-    lacking = [name for name in ("seconds", "devices", "batch", *sizes) if name not in row]
-    if lacking:
-        raise ConfigError(
-            f"it lacks {', '.join(lacking)}{'' if 'layers' in row or not sizes else ', or a model'}"
-        )
-    machine = Cluster.parse(f"{cluster}:{row['devices']}")
-    plan = Plan.parse(row["plan"]) if "plan" in row else Plan(dp=machine.size)
-    options: dict[str, Any] = {
-        name: _whole(row, name) for name in ("zero", "microbatches", "accumulate") if name in row
-    }
-    options |= {name: row[name] for name in ("schedule",) if name in row}
-    plan = replace(
-        plan,
-        precision=row.get("precision", "bf16"),
-        checkpoint_blocks=row.get("checkpoint", "none"),
-        **options,
-    )
-    seconds = float(row["seconds"])
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"seconds={row['seconds']}: choose a number above 0")
-    given: dict[str, Any] = {_SIZES[name]: _whole(row, name) for name in _SIZES if name in row}
-    config = replace(model(row["model"]), **given) if "model" in row else GPTConfig(**given)
-    title = row.get("model", f"{config.layers} x {config.width}")
-    return Run(
-        f"{title} {row.get('plan', f'dp={machine.size}')}",
-        plan,
-        config,
-        _whole(row, "batch"),
-        machine,
-        seconds,
-    )
-
-
-def _whole(row: Mapping[str, str], name: str) -> int:
-    """Return a whole number of a run. Raises: ConfigError for another text, and for more than is
-    simulated."""
-    most = MOST_LAYERS if name == "layers" else 2**31
-    text = row[name]
-    if not re.fullmatch("[0-9]{1,10}", text) or int(text) > most:
-        raise ConfigError(f"{name}={text[:40]}: is no whole number from 0 to {most:,}")
-    return int(text)
 
 
 # ---------------------------------------------------------------- predicted by the simulator
@@ -323,12 +277,18 @@ class Predictor:
 
     def __call__(self, run: Run, profile: CostProfile) -> float:
         cluster = profile.applied(run.cluster)
+        rates = Rates.of(cluster.device, profile)
+        if run.scores or run.logits:
+            own = rates.efficiency
+            passing = replace(own, scores=own.scores + run.scores, logits=own.logits + run.logits)
+            rates = replace(rates, efficiency=passing)
         return simulate(
             run.plan,
             run.config,
             cluster,
             batch=run.batch,
-            rates=Rates.of(cluster.device, profile),
+            rates=rates,
+            float32_gradients=run.float32_gradients,
             traces=self._trace,
         ).step_seconds
 

@@ -26,7 +26,7 @@ from minidist.errors import ConfigError
 from minidist.reading import NotNegative, Positive, read_toml, require
 from minidist.simulate.device import Device, Tier
 from minidist.simulate.names import known_name, suggestion
-from minidist.simulate.topology import Link, Topology, Wire, most_even
+from minidist.simulate.topology import WIRE_NUMBERS, Link, Topology, Wire, most_even
 
 MOST_BYTES = 16 << 20  # of a file of clusters
 Places = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -37,6 +37,9 @@ class _WireEntry(msgspec.Struct):
     bandwidth: Positive
     share: Positive = 1.0
     in_switch: NotNegative = 0.0
+    start: NotNegative = 0.0
+    ll128: Positive = 0.92
+    fill: NotNegative = 0.0
 
 
 class _TierEntry(msgspec.Struct):
@@ -47,8 +50,9 @@ class _TierEntry(msgspec.Struct):
 
 class _ClusterEntry(msgspec.Struct):
     """A cluster, whose missing keys `Cluster.parse` names; Topology and Device say what they
-    mean."""
+    mean. like: another cluster, whose keys it takes where it has none of its own."""
 
+    like: str | None = None
     device: str = ""
     peak: dict[str, Positive] = {}
     memory_bytes: Positive = 1.0
@@ -56,10 +60,14 @@ class _ClusterEntry(msgspec.Struct):
     per_node: Places = 1
     inside: str = ""
     network: str | None = None
+    uplink: str | None = None
     host: str | None = None
+    below: str | None = None
     host_bytes: Positive | None = None
     host_bandwidth: Positive | None = None
     memory_kind: str = ""
+    reach: dict[str, Positive] = {}
+    units: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
     kind: Literal["switch", "mesh", "pcie", ""] = ""
     nics: Places = 1
     rails: bool = True
@@ -83,6 +91,11 @@ class _ClusterFile(msgspec.Struct):
     cluster: dict[str, _ClusterEntry] = {}
 
 
+POWER = 0.2
+"""The best product of a device with w times the watts is w**POWER times as fast. Bekman, Machine
+Learning Engineering, 2026: an A100 of 300 W reaches 253 TFLOP/s, one of 400 W 271 (0.24); an H100
+of 700 W 795, a GH200 of 900 W 829 (0.17)."""
+
 OWN_FILE = Path(__file__).with_name("clusters.toml")
 
 
@@ -93,6 +106,7 @@ class Cluster:
     Attributes: name        "h100"; spec "h100:128x8"
                 nodes, per_node, size
                 tiers       memory beyond the device, by name: host, disk, cxl2
+                below       the tier below the host's memory, where files of offloading lie
                 host_watts  of a node without its devices, a device; None where no source states it
                 overlaps    whether calls run beside computation; not where the ranks themselves
                             fill all cores
@@ -116,6 +130,7 @@ class Cluster:
     call: float = 0.0
     pair: float = 0.0
     alone: Device | None = None
+    below: str = "disk"
 
     @classmethod
     def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":
@@ -184,11 +199,9 @@ class Cluster:
         1e-6}}."""
 
         def changed(wire: Wire) -> Wire:
-            numbers = wires.get(wire.name, {})
-            return wire._replace(
-                alpha=numbers.get("alpha", wire.alpha),
-                bandwidth=numbers.get("bandwidth", wire.bandwidth),
-            )
+            given = wires.get(wire.name, {})
+            numbers: dict[str, Any] = {key: given[key] for key in WIRE_NUMBERS if key in given}
+            return wire._replace(**numbers)
 
         between = self.topology.between
         return replace(
@@ -201,11 +214,9 @@ class Cluster:
         )
 
     def move_seconds(self, lane: str, nbytes: int) -> float:
-        """Return seconds of a copy between device and host, or between host and the disk or CXL
-        memory that `lane` names."""
-        tier = next(
-            (tier for name, tier in self.tiers.items() if name != "host" and name in lane), None
-        )
+        """Return seconds of a copy between device and host, or between host and what lies below it
+        (the lane names "disk", whatever it is)."""
+        tier = self.tiers.get(self.below if "disk" in lane else "host")
         tier = tier or self.tiers.get("host")
         if tier is None:
             raise ConfigError(
@@ -242,7 +253,40 @@ def _tables(file: str | Path | None) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"cluster file {path}: {error}") from error
         for kind, table in tables.items():
             table.update(read.get(kind, {}))
-    return tables
+    return {**tables, "cluster": _inherited(tables["cluster"])}
+
+
+def _inherited(clusters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the clusters, with the keys of another where one says `like = "NAME"`."""
+    known = {name: entry for name, entry in clusters.items() if "like" not in entry}
+    found = {}
+    for name, entry in clusters.items():
+        if "like" in entry:
+            if entry["like"] not in known:
+                raise ConfigError(
+                    f"cluster {name} is like {entry['like']!r}{meant(entry['like'], known)}; "
+                    f"choose one that is like no other: {', '.join(sorted(known))}"
+                )
+            entry = _varied(known[entry["like"]], entry)
+        found[name] = entry
+    return found
+
+
+def _varied(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a cluster's keys over those of the one that it is like. With other watts its products
+    are as much slower or faster, and its host takes what it took."""
+    source = {**base.get("source", {}), **own.get("source", {})}
+    whole = {**base, **own, "source": source}
+    if "watts" in own and "watts" in base:
+        if "reach" not in own:
+            clock = (own["watts"] / base["watts"]) ** POWER
+            whole["reach"] = {
+                dtype: share * clock for dtype, share in base.get("reach", {}).items()
+            }
+        if "node_watts" in base and "node_watts" not in own:
+            beside = base["node_watts"] / base["per_node"] - base["watts"]
+            whole["node_watts"] = whole["per_node"] * (own["watts"] + beside)
+    return whole
 
 
 def _build(
@@ -275,7 +319,10 @@ def _build(
         )
         if key in entry
     }
-    topology = Topology(per_node, inside, entry.get("kind", ""), between, torus=torus, **options)
+    uplink = _wire(entry["uplink"], tables) if "uplink" in entry else None
+    topology = Topology(
+        per_node, inside, entry.get("kind", ""), between, torus=torus, uplink=uplink, **options
+    )
     node_watts = entry.get("node_watts")
     watts = entry.get("watts")
     device = Device(
@@ -290,6 +337,8 @@ def _build(
         host_bandwidth=entry["host_bandwidth"] / entry["per_node"]
         if "host_bandwidth" in entry
         else None,
+        reach=entry.get("reach", {}),
+        units=int(entry.get("units", 0)),
     )
     tiers = {
         key: Tier(key, tier["bandwidth"], tier["alpha"], tier.get("bytes"))
@@ -297,7 +346,15 @@ def _build(
     }
     if "host" in entry:
         host = _wire(entry["host"], tables)
-        tiers["host"] = Tier("host", host.bandwidth, host.alpha, entry.get("host_bytes"))
+        bandwidth = host.bandwidth
+        if uplink is not None:  # all devices below a PCIe switch move at once
+            bandwidth = min(bandwidth, uplink.bandwidth / min(topology.per_switch, per_node))
+        tiers["host"] = Tier("host", bandwidth, host.alpha, entry.get("host_bytes"))
+    below = entry.get("below", "disk")
+    if below not in tiers:
+        raise ConfigError(
+            f"cluster {name}: no tier {below!r}{meant(below, tiers)}; there are {', '.join(tiers)}"
+        )
     return Cluster(
         name,
         spec,
@@ -308,6 +365,7 @@ def _build(
         tiers,
         None if node_watts is None or watts is None else node_watts / entry["per_node"] - watts,
         entry.get("source", {}),
+        below=below,
     )
 
 
@@ -367,5 +425,5 @@ def _wire(name: str, tables: Mapping[str, Any]) -> Wire:
         name,
         float(entry["alpha"]),
         float(entry["bandwidth"]) * float(entry.get("share", 1.0)),
-        in_switch=float(entry.get("in_switch", 0.0)),
+        **{key: float(entry[key]) for key in WIRE_NUMBERS[2:] if key in entry},
     )

@@ -1,39 +1,49 @@
 """Chapter 24 · The library's own collectives, algorithm `native`: NCCL on GPUs, XLA's on a TPU's
 torus.
 
-No code of ours sends their messages, so they are modelled, as NCCL's own tuner models them
-(Source):
+No code of ours sends their messages, so they are modelled. A call goes one of these ways:
 
-    ring   as many rings at once as a node has members. In a node ring c visits the members in the
-           zigzag c, c+1, c-1, c+2, …: each ring ends at another device, so each leaves by another
-           NIC, and of a full mesh every link is used once. Then the rings go on to the next node. A
-           ring carries an equal share of the array:
+    ring     as many rings at once as a node has members. In a node ring c visits the members in the
+             zigzag c, c+1, c-1, c+2, …: each ring ends at another device, so each leaves by another
+             NIC, and of a full mesh every link is used once. Then the rings go on to the next node.
+             A ring carries an equal share of the array.
+    tree     all_reduce between nodes: a chain in each node, a double binary tree of the nodes. A
+             node sends the array once to one other node, twice to several. Hops:
+             2 (members of a node - 1) inside, 2 log2(nodes) between
+    switch   all_reduce in one node whose switches add (NVLink 4 and 5; NCCL's NVLS): every device
+             sends its array to the switch once, and gets the sum once.
+    switches all_reduce between such nodes (NVLS with trees): the switch in each node, the tree
+             between.
+    pairs    all_to_all: every rank to every other at once.
 
-           seconds = base + sum of the latencies of its hops + bytes on the busiest link / its
-           bandwidth
+and by one of NCCL's three protocols, of which ring and tree have all and the others the last:
 
-    tree   all_reduce of short arrays between nodes: a chain in each node, a double binary tree of
-           the nodes. A node sends and receives the array twice. Hops:
-           2 (members of a node - 1) inside, 2 log2(nodes) between
+    LL       each 8 bytes hold 4 of data and a flag: the shortest latency, about a third of the
+             bandwidth inside a node and an eighth between nodes
+    LL128    each 128 bytes hold 120 of data and a flag; not across PCIe
+    Simple   chunks, and a flag for each: all of the bandwidth, the longest latency
 
-    switch all_reduce in one node whose switches add (NVLink 4 and 5; NCCL's NVLS): every device
-           sends its array to the switch once, and gets the sum once.
+What a call takes, in seconds:
 
-    pairs  all_to_all: every rank to every other at once.
+    start + base + hops · latency + bytes on the busiest link / (its bandwidth · share)
+          + fill · stages · chunk / bandwidth           Simple only
 
-Each of ring and tree has NCCL's three protocols: LL (the shortest latency, a quarter of the
-bandwidth), LL128 and Simple. The fastest of all is taken, as NCCL does. Latencies are those of LL,
-the α of the wires, times NCCL's own ratios. Not modelled: switches that add between nodes (NVLS
-with trees, SHARP), and PXN.
+`start` is the wait until the last rank's kernel runs. A chunk passes all hops before the pipeline
+is full: `fill` is how many chunks of time each stage of it costs. A chunk is a device's part of the
+array, at most 1 MiB in each of 24 channels.
 
-A node whose devices are linked pair by pair, and no others: every device sends each other its share
-at once.
+NCCL does not measure. It chooses by a table of its own, with latencies and shares that it expects
+(`Library.expected`), and so does `Library.fastest`. What the chosen way takes (`Library.seconds`)
+has other numbers where published measurements have: start, fill and LL128's share of a wire
+(clusters.toml), and trees. Lesson 24's CALIBRATION.md tells how far both are from measured times.
 
-On a torus a group that fills a box of it sends a share of the array both ways along every dim, dims
-in turn: all its links are busy. Other groups are rings through their members in order.
+Not modelled: switches that add between nodes (SHARP), and PXN. A node whose devices are linked pair
+by pair, and no others: every device sends each other its share at once. On a torus a group that
+fills a box of it sends a share of the array both ways along every dim, dims in turn: all its links
+are busy. Other groups are rings through their members in order.
 
-Source: NVIDIA NCCL, src/graph/tuning.cc, 2016-2022; Walecki 1890 (the zigzags, in Lucas 1892);
-Jouppi et al. 2023.
+Source: NVIDIA NCCL, src/graph/tuning.cc, 2016-2026; Hu et al. 2025, Demystifying NCCL, arXiv
+2507.04786; Walecki 1890 (the zigzags, in Lucas 1892); Jouppi et al. 2023.
 """
 
 from collections import Counter, defaultdict
@@ -47,27 +57,74 @@ if TYPE_CHECKING:
     from minidist.simulate.messages import Operands
 
 
+class Latency(NamedTuple):
+    """Seconds before the first hop, and of a hop inside a node and between nodes as multiples of
+    the wires' α, which is LL's latency in a ring."""
+
+    base: float
+    inside: float
+    between: float
+
+    def seconds(self, load: "Load", times: int = 1) -> float:
+        """Return the seconds of all hops, made so often."""
+        return self.base + times * (load.inside * self.inside + load.between * self.between)
+
+
 class LibraryProtocol(NamedTuple):
-    """How a library moves bytes. Latencies are multiples of the wires' α."""
+    """How a library moves bytes, as NCCL's tables expect it."""
 
     name: str
-    base: float  # seconds before the first hop
-    inside: float  # latency of a hop inside a node
-    between: float  # and between nodes
-    share: float  # of the bandwidth
-    tree_inside: float
-    tree_between: float
-    tree_base: float
+    ring: Latency
+    tree: Latency
+    near: float  # share of the bandwidth of links inside a node
+    far: float  # and between nodes
+    by_size: tuple[float, ...]  # share that a tree reaches, of arrays of 64, 128, 256, … bytes
 
 
-PROTOCOLS = (
-    LibraryProtocol("LL", 6.6e-6, 1.0, 1.0, 1 / 4, 1.0, 5.0 / 2.7, 6.8e-6),
-    LibraryProtocol("LL128", 14.0e-6, 1.9 / 0.6, 4.0 / 2.7, 0.92, 1.25 / 0.6, 8.5 / 2.7, 14.0e-6),
-    LibraryProtocol("Simple", 8.4e-6, 3.4 / 0.6, 14.0 / 2.7, 1.0, 28 / 0.6, 28 / 2.7, 0.0),
+_LL = LibraryProtocol(
+    "LL",
+    Latency(6.6e-6, 1.0, 1.0),
+    Latency(6.8e-6, 1.0, 5.0 / 2.7),
+    0.37,  # llMaxBws / what the rings reach: 87.7 / 240, 141 / 371, 282 / 722 GB/s
+    0.12,  # 22.5 / 184, 45 / 368 GB/s
+    (*[1.0] * 4, 0.9, 0.8, *[0.7] * 4, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
 )
-"""NCCL's baseLat, hwLat (NVLink and network) and its shares of the bandwidth."""
-TREE_SHARE = 0.9  # of the bandwidth that a tree reaches (tuning.cc)
-SWITCH_BASE = 25e-6  # seconds before a switch has the first sum (tuning.cc)
+_LL128 = LibraryProtocol(
+    "LL128",
+    Latency(14.0e-6, 1.9 / 0.6, 4.0 / 2.7),
+    Latency(14.0e-6, 1.25 / 0.6, 8.5 / 2.7),
+    0.92,
+    0.92,
+    (*[1.0] * 5, 0.9, *[0.8] * 3, 0.7, *[0.6] * 6, 0.8, *[0.9] * 4),
+)
+_SIMPLE = LibraryProtocol(
+    "Simple",
+    Latency(8.4e-6, 3.4 / 0.6, 14.0 / 2.7),
+    Latency(8.4e-6, 4.0 / 0.6, 14.0 / 2.7),
+    1.0,
+    1.0,
+    (*[0.9] * 7, 0.8, 0.7, 0.6, 0.6, *[0.5] * 4, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, *[0.9] * 3),
+)
+PROTOCOLS = (_LL, _LL128, _SIMPLE)
+"""baseLatencies, hwLatencies (NVLink and network) and treeCorrectionFactor of tuning.cc."""
+TREE_SHARE = 0.92  # of the bandwidth that a tree reaches (tuning.cc)
+TREE_LL128 = (0.72, 0.42)
+"""Share that LL128 reaches in a tree of two nodes, and of more, measured; a ring between nodes
+reaches what NCCL expects."""
+RING_PLATEAU = 1.4
+"""By which a ring's latency grows where it leaves the node: tuning.cc has it for Simple, and a table
+of rings shows it for LL128."""
+SWITCH = Latency(25e-6, 0.0, 20.9 / 2.7)
+"""NCCL's expectation of NVLS, and of NVLS with trees."""
+SWITCH_EXPECTED = (
+    0.9  # of in_switch: NCCL expects 5 / 6 · 0.8 of NVLink 4, of which 0.74 is reached
+)
+SWITCH_HOP = 41.0 / 2.7
+"""Multiple of α of a hop between nodes with such switches, measured: `switches` on 2, 4, 8 nodes."""
+SWITCHES_SHARE = 0.91
+"""Of a switch's bandwidth, where it also sends to other nodes, measured: 469 of 480 GB/s of bus
+bandwidth, on 16 devices and on 8."""
+CHUNKS = 24 << 20  # bytes of a device that are under way at once: 24 channels of 1 MiB
 ROUNDS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """How often the array goes round a ring; other verbs send it once along a chain."""
 
@@ -76,22 +133,37 @@ _PerByte = defaultdict[int, float]
 
 
 class Load(NamedTuple):
-    """Bytes that an algorithm sends over each link, divided by the bytes of the array."""
+    """What an algorithm puts on links, divided by the bytes of the array."""
 
     per_byte: dict[int, float]  # bytes on each link, by its number
-    seconds: float  # on the busiest link
+    near: float  # seconds on the busiest link inside a node, of all its bandwidth
+    far: float  # and between nodes
     inside: float  # α of all hops inside nodes, and between
     between: float
+    stages: int  # that a chunk passes one after the other
+
+    def seconds(self, near: float, far: float) -> float:
+        """Return the seconds of a byte, where these shares of the bandwidths are reached."""
+        return max(self.near / near, self.far / far)
 
 
-class LibraryWay(NamedTuple):
-    """How a call is carried out. Attributes: nbytes: of the array, as often as it goes round;
-    seconds: of the call."""
+class Chosen(NamedTuple):
+    """A way, its load, how often the array goes, and the protocol."""
 
     name: str
     load: Load
-    nbytes: int
-    seconds: float
+    times: int
+    protocol: LibraryProtocol
+
+
+class LibraryWay(NamedTuple):
+    """How a call is carried out."""
+
+    name: str
+    protocol: str
+    load: Load
+    nbytes: int  # of the array, as often as it goes round
+    seconds: float  # of the call
 
 
 class Library:
@@ -124,16 +196,30 @@ class Library:
 
     def fastest(self, verb: str, operands: "Operands") -> "LibraryWay":
         """Return the way that the library takes, of any verb but all_to_all."""
+        chosen = self.chosen(verb, operands)
         total = self._total(verb, operands)
+        return LibraryWay(
+            chosen.name,
+            chosen.protocol.name,
+            chosen.load,
+            chosen.times * total,
+            self.seconds(chosen, total),
+        )
+
+    def chosen(self, verb: str, operands: "Operands", only: str = "") -> Chosen:
+        """Return the fastest way and protocol by NCCL's expectations; `only`: of this way, as with
+        NCCL_ALGO."""
+        total = self._total(verb, operands)
+        pcie = self.cluster.topology.kind == "pcie"
+        protocols = [each for each in PROTOCOLS if each is not _LL128 or not pcie]
         return min(
             (
-                LibraryWay(
-                    name, load, times * total, self._seconds(name, load, times, total, protocol)
-                )
-                for name, load, times in self._ways(verb)
-                for protocol in (PROTOCOLS if name != "switch" else PROTOCOLS[-1:])
+                Chosen(*way, protocol)
+                for way in self._ways(verb)
+                if only in ("", way[0])
+                for protocol in ((_SIMPLE,) if "switch" in way[0] else protocols)
             ),
-            key=lambda way: way.seconds,
+            key=lambda chosen: self.expected(chosen, total),
         )
 
     def load(self, verb: str, way: str) -> Load:
@@ -164,34 +250,56 @@ class Library:
             if "tree" not in self._loads:
                 self._loads["tree"] = self._tree()
             ways.append(("tree", self._loads["tree"], 1))
-        if (
-            verb == "all_reduce"
-            and len(self.nodes) == 1
-            and self.size > 2
-            and self.cluster.topology.inside.in_switch
-        ):
-            if "switch" not in self._loads:
-                self._loads["switch"] = self._in_switch()
-            ways.append(("switch", self._loads["switch"], 1))
+        wire = self.cluster.topology.inside
+        if verb == "all_reduce" and min(map(len, self.nodes)) > 2 and wire.in_switch:
+            name = "switch" if len(self.nodes) == 1 else "switches"
+            if name not in self._loads:
+                self._loads[name] = self._in_switch()
+            ways.append((name, self._loads[name], 1))
         return ways
 
-    def _seconds(
-        self, name: str, load: Load, times: int, nbytes: int, protocol: LibraryProtocol
-    ) -> float:
-        if name == "switch":
-            return SWITCH_BASE + nbytes * load.seconds
-        if name == "tree":
-            return (
-                protocol.tree_base
-                + load.inside * protocol.tree_inside
-                + load.between * protocol.tree_between
-                + nbytes * load.seconds / (TREE_SHARE * protocol.share)
-            )
-        return protocol.base + times * (
-            load.inside * protocol.inside
-            + load.between * protocol.between
-            + nbytes * load.seconds / protocol.share
-        )
+    def expected(self, chosen: Chosen, nbytes: int) -> float:
+        """Return the seconds that NCCL's tables expect of an array: what it chooses by."""
+        protocol = chosen.protocol
+        load = chosen.load
+        if "switch" in chosen.name:
+            share = self.cluster.topology.inside.in_switch * SWITCH_EXPECTED
+            return SWITCH.seconds(load) + nbytes * load.seconds(share, 1.0)
+        byte = load.seconds(protocol.near, protocol.far)
+        if chosen.name == "tree":
+            return protocol.tree.seconds(load) + nbytes * byte / _tree_share(protocol, nbytes)
+        hops = protocol.ring.seconds(load, chosen.times)
+        if load.between and protocol is _SIMPLE:
+            hops *= RING_PLATEAU
+        return hops + chosen.times * nbytes * byte
+
+    def seconds(self, chosen: Chosen, nbytes: int) -> float:
+        """Return the seconds that a way takes, by published measurements."""
+        protocol = chosen.protocol
+        load = chosen.load
+        wire = self.cluster.topology.inside
+        fill = 0.0
+        if protocol is _SIMPLE:
+            chunk = min(nbytes / max(map(len, self.nodes)), CHUNKS)
+            fill = wire.fill * load.stages * chunk / wire.bandwidth
+        if "switch" in chosen.name:
+            hops = SWITCH._replace(between=SWITCH_HOP).seconds(load)
+            share = wire.in_switch * (1.0 if chosen.name == "switch" else SWITCHES_SHARE)
+            return wire.start + hops + nbytes * load.seconds(share, 1.0) + fill
+        near = protocol.near
+        far = protocol.far
+        if protocol is _LL128:
+            near = wire.ll128
+            if chosen.name == "tree":
+                near = far = TREE_LL128[len(self.nodes) > 2]
+        byte = load.seconds(near, far)
+        if chosen.name == "tree":
+            share = TREE_SHARE if protocol is _SIMPLE else _tree_share(protocol, nbytes)
+            return wire.start + protocol.tree.seconds(load) + nbytes * byte / share + fill
+        hops = protocol.ring.seconds(load, chosen.times)
+        if load.between:
+            hops *= RING_PLATEAU
+        return wire.start + hops + chosen.times * nbytes * byte + fill
 
     # --------------------------------------------------------------------------------- what is sent
 
@@ -230,25 +338,20 @@ class Library:
 
     def _in_switch(self) -> Load:
         """Return the load where every device sends its array once to the switch, and gets the sum
-        once from it."""
-        wire = self.cluster.topology.inside
-        around = [*pairwise(self.members), (self.members[-1], self.members[0])]
-        per_byte = dict.fromkeys(
-            {link for src, dst in around for link in self.cluster.route(src, dst)}, 1.0
-        )
-        busiest = max(1 / self.cluster.links[link].bandwidth for link in per_byte)
-        return Load(per_byte, busiest / wire.in_switch, 0.0, 0.0)
+        once from it; and where the nodes are several, of the tree between them."""
+        per_byte = _PerByte(float)
+        for node in self.nodes:
+            for src, dst in pairwise([*node, node[0]]):
+                for link in self.cluster.route(src, dst):
+                    per_byte[link] = 1.0
+        between = self._between(per_byte)
+        return self._load(per_byte, 0.0, between, 3 + self._levels)
 
     def _tree(self) -> Load:
         """Return the load of a chain inside each node and a double binary tree between them."""
         per_byte = _PerByte(float)
         width = min(map(len, self.nodes))
-        for number in range(width):
-            heads = [node[number] for node in self.nodes]
-            for src, dst in pairwise([*heads, heads[0]]):
-                # each node sends to two others, and hears from two
-                for link in self.cluster.route(src, dst):
-                    per_byte[link] += 2.0 / width
+        between = self._between(per_byte)
         for node in self.nodes:
             for number in range(width):
                 for src, dst in pairwise(zigzag(node, number)):
@@ -256,8 +359,25 @@ class Library:
                         per_byte[link] += 1.0 / width
         node = max(self.nodes, key=len)
         inside = fsum(self.cluster.topology.alpha(src, dst) for src, dst in pairwise(node))
-        between = self.cluster.topology.alpha(self.nodes[0][0], self.nodes[1][0])
-        return self._load(per_byte, 2 * inside, 2 * (len(self.nodes) - 1).bit_length() * between)
+        return self._load(per_byte, 2 * inside, between, 1 + self._levels)
+
+    @property
+    def _levels(self) -> int:
+        """Return how often a tree crosses the network, up and down."""
+        return 2 * (len(self.nodes) - 1).bit_length()
+
+    def _between(self, per_byte: _PerByte) -> float:
+        """Add what the double binary tree sends between nodes; return α of its hops."""
+        if len(self.nodes) == 1:
+            return 0.0
+        width = min(map(len, self.nodes))
+        sent = 1.0 if len(self.nodes) == 2 else 2.0  # of the array, by each node
+        for number in range(width):
+            heads = [node[number] for node in self.nodes]
+            for src, dst in pairwise([*heads, heads[0]]):
+                for link in self.cluster.route(src, dst):
+                    per_byte[link] += sent / width
+        return self._levels * self.cluster.topology.alpha(self.nodes[0][0], self.nodes[1][0])
 
     def _on_torus(self) -> Load | None:
         """Return the load where the members fill a box of the torus: a share of the array goes
@@ -312,9 +432,9 @@ class Library:
         alpha = max(
             self.cluster.topology.alpha(self.members[0], place) for place in self.members[1:]
         )
-        simple = PROTOCOLS[-1]
-        far = simple.between if len(self.nodes) > 1 else simple.inside
-        return simple.base + far * alpha + busiest, dict(loads), sent
+        hop = _SIMPLE.ring.between if len(self.nodes) > 1 else _SIMPLE.ring.inside
+        start = self.cluster.topology.inside.start + _SIMPLE.ring.base
+        return start + hop * alpha + busiest, dict(loads), sent
 
     def _alphas(self, edges: Sequence[tuple[int, int]]) -> tuple[float, float]:
         """Return α of all hops of a ring inside nodes, and between."""
@@ -330,16 +450,20 @@ class Library:
                 between += alpha
         return inside, between
 
-    def _load(self, per_byte: _PerByte, inside: float, between: float) -> Load:
+    def _load(self, per_byte: _PerByte, inside: float, between: float, stages: int = 1) -> Load:
         links = self.cluster.links
-        return Load(
-            dict(per_byte),
-            max(
-                (share / links[number].bandwidth for number, share in per_byte.items()), default=0.0
-            ),
-            inside,
-            between,
-        )
+        wire = self.cluster.topology.inside.name
+        busy = {True: 0.0, False: 0.0}
+        for number, share in per_byte.items():
+            near = links[number].tier == wire
+            busy[near] = max(busy[near], share / links[number].bandwidth)
+        return Load(dict(per_byte), busy[True], busy[False], inside, between, stages)
+
+
+def _tree_share(protocol: LibraryProtocol, nbytes: int) -> float:
+    """Return the share of the bandwidth that a tree reaches with an array of this length."""
+    size = max(nbytes >> 6, 1).bit_length() - 1
+    return TREE_SHARE * (protocol.by_size[size] if size < len(protocol.by_size) else 1.0)
 
 
 def zigzag(node: Sequence[int], start: int) -> list[int]:

@@ -12,7 +12,7 @@ from minidist.errors import ConfigError
 from minidist.nn import GPTConfig
 from minidist.nn.config import MixtureConfig
 
-_LLAMA: dict[str, Any] = {"positions": "rotary", "norm": "rms", "activation": "silu"}
+LLAMA: dict[str, Any] = {"positions": "rotary", "norm": "rms", "activation": "silu"}
 
 _MEGATRON: dict[str, Any] = {"vocabulary": 51200, "context": 2048, "tied": True}
 
@@ -65,7 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "width": 4096,
         "heads": 32,
         "mlp_width": 11008,
-        **_LLAMA,
+        **LLAMA,
     },
     "llama2-70b": {
         "vocabulary": 32000,
@@ -75,7 +75,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "heads": 64,
         "kv_heads": 8,
         "mlp_width": 28672,
-        **_LLAMA,
+        **LLAMA,
     },
     # Llama team 2024, "The Llama 3 Herd of Models", table 3; vocabulary: the models' published
     # configurations
@@ -87,7 +87,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "heads": 32,
         "kv_heads": 8,
         "mlp_width": 14336,
-        **_LLAMA,
+        **LLAMA,
     },
     "llama3-70b": {
         "vocabulary": 128256,
@@ -97,7 +97,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "heads": 64,
         "kv_heads": 8,
         "mlp_width": 28672,
-        **_LLAMA,
+        **LLAMA,
     },
     "llama3-405b": {
         "vocabulary": 128256,
@@ -107,7 +107,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "heads": 128,
         "kv_heads": 8,
         "mlp_width": 53248,
-        **_LLAMA,
+        **LLAMA,
     },
     # Jiang et al. 2024, "Mixtral of Experts", table 1
     "mixtral-8x7b": {
@@ -118,7 +118,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "heads": 32,
         "kv_heads": 8,
         "mixture": MixtureConfig(experts=8, top_k=2, hidden=14336),
-        **_LLAMA,
+        **LLAMA,
     },
 }
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import dtype_name
-from minidist.observe.events import Await, Busy, Event, GroupCall, Memory, Start, Transfer
+from minidist.observe.events import Await, Busy, Event, GroupCall, Memory, Start, Sync, Transfer
 from minidist.simulate.trace import Kernel, Segment
 
 PYTHON = np.dtype(np.float32)  # of a kernel without arrays
@@ -112,6 +112,11 @@ class Recording:
         """Record that the rank waits for a call or a move."""
         self.flush()
         self.events.append(Await(number))
+
+    def sync(self) -> None:
+        """Record that the host waits for the device, to read a number."""
+        self.flush()
+        self.events.append(Sync())
 
     def _begin(self, event: Any) -> int:
         self.flush()

@@ -8,6 +8,7 @@ money.
     found.axes["tp"].nbytes             # what all ranks sent along tp in the step
     found.peak(rank)["total"], found.fits
     found.joules, found.dollars, found.for_tokens(15e12)
+    found.sure.interval(found.step_seconds)     # what it is known to (sure.py)
 
 The traces hold two steps. The first one, of few rows, makes what only a first step makes (the
 optimizer's state). The second one is the step that is told, from the moment when the last rank
@@ -31,6 +32,7 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.model_flops import PRODUCT_DTYPES, flops_a_token
 from minidist.simulate.placement import RankPlaces
+from minidist.simulate.sure import PUBLISHED, Sureness
 from minidist.simulate.trace import RankTrace
 
 HOUR = 3600.0
@@ -61,7 +63,8 @@ class Simulation:
     """A step of a plan on a cluster.
 
     Attributes: batch: sequences of the whole job. traces: one a role. replayed: both steps.
-                replay_traces: replays other traces and roles in the same way.
+                replay_traces: replays other traces and roles in the same way. sure: what its
+                figures are known to.
     """
 
     plan: Plan
@@ -73,6 +76,7 @@ class Simulation:
     placement: RankPlaces
     replayed: Replayed
     replay_traces: Callable[[Sequence[RankTrace], Sequence[int]], Replayed]
+    sure: Sureness = PUBLISHED
 
     # ----------------------------------------------------------------------------------------- time
 
@@ -298,6 +302,7 @@ class Simulation:
             "mfu": self.mfu,
             "hfu": self.hfu,
             "bubble": self.bubble,
+            "known_to": self._known_to(),
             "parts": self.parts,
             "critical_path": self.path_parts,
             "axes": {axis: use._asdict() for axis, use in self.axes.items()},
@@ -316,3 +321,15 @@ class Simulation:
             "dollars": self.dollars,
             "tokens": None if tokens is None else self.for_tokens(tokens)._asdict(),
         }
+
+    def _known_to(self) -> dict[str, tuple[float, float] | None]:
+        """Return the intervals of the figures of as_json()."""
+        figures = {
+            name: getattr(self, name)
+            for name in ("step_seconds", "tokens_per_second", "mfu", "hfu", "joules", "dollars")
+        }
+        found = {
+            name: None if value is None else self.sure.interval(value)
+            for name, value in figures.items()
+        }
+        return found | {"peak": self.sure.memory_interval(self.peak(self.fullest)["total"])}

@@ -19,7 +19,7 @@ import numpy as np
 
 from minidist.device.backend import FLOATS
 from minidist.simulate import recording, strides
-from minidist.simulate.attention_flops import attention_flops
+from minidist.simulate.attention_flops import attention_flops, scores_of
 from minidist.simulate.no_gpu import NO_GPU
 from minidist.simulate.shape_array import ShapeArray
 from minidist.simulate.strides import Shape
@@ -376,8 +376,13 @@ class Shapes:
             }.values()
         )
         flops = attention_flops(name, given)
+        size: tuple[int, ...] = scores_of(given) if flops else ()
+        label = "attention" if flops else "memory"
+        if name.startswith("cross_entropy"):
+            label = "loss"
+            size = (given["rows"] * given["columns"],)
         kind = next((x.dtype for x in arrays if x.dtype in FLOATS), np.dtype(np.float32))
-        self.kernel("attention" if flops else "memory", kind, flops, sum(x.nbytes for x in arrays))
+        self.kernel(label, kind, flops, sum(x.nbytes for x in arrays), size)
 
 
 _MODULES = {device: Shapes(device) for device in ("cpu", "cuda")}

@@ -29,6 +29,7 @@ from minidist.simulate.busy_times import BusyTimes
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.group_ranks import group_ranks
 from minidist.simulate.here import without_overlap
+from minidist.simulate.main_gradients import with_float32_gradients
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.placement import RankPlaces
 from minidist.simulate.rates import Rates
@@ -50,6 +51,7 @@ def simulate(
     folded: bool = True,
     rates: Rates | None = None,
     optimizer: str = "adamw",
+    float32_gradients: bool = False,
     traces: Callable[..., RankTrace] = run_rank,
 ) -> Simulation:
     """Return a step of a plan on a cluster, simulated without the cluster.
@@ -64,6 +66,8 @@ def simulate(
              folded: ranks that nothing tells apart share one clock. The result is the same, and is
              there sooner.
              rates: seconds of kernels (default: of the cluster's device). optimizer: as Trainer's.
+             float32_gradients: as Megatron's main gradients (main_gradients.py), beside weights of
+             two bytes.
              traces: function that runs one rank and returns its trace (run_rank, or one that
              remembers what it ran).
     Returns: a Simulation (results.py).
@@ -97,8 +101,11 @@ def simulate(
         )
         for rank in first_of(role_of)
     ]
+    if float32_gradients and plan.precision != "fp32":
+        role_traces = [with_float32_gradients(trace) for trace in role_traces]
     if not cluster.overlaps:
         role_traces = [without_overlap(trace) for trace in role_traces]
+    used = rates or Rates.of(cluster.device)
     replay_traces = partial(
         replay_on,
         cluster,
@@ -107,14 +114,23 @@ def simulate(
         config,
         stragglers=stragglers or {},
         folded=folded,
-        rates=rates or Rates.of(cluster.device),
+        rates=used,
         alone=None if rates or not cluster.alone else Rates.of(cluster.alone),
     )
     replayed = replay_traces(role_traces, role_of)
     if slow_links:
         cluster.topology.check_slow()
     return Simulation(
-        plan, config, cluster, batch, role_traces, role_of, placement, replayed, replay_traces
+        plan,
+        config,
+        cluster,
+        batch,
+        role_traces,
+        role_of,
+        placement,
+        replayed,
+        replay_traces,
+        used.sure,
     )
 
 
@@ -203,4 +219,5 @@ def replay_on(
         folded=folded,
         move_seconds=lambda rank, move: cluster.move_seconds(move.lane, move.nbytes),
         core_share=busy_times.core_share if alone else None,
+        issue_seconds=busy_times.issue,
     )

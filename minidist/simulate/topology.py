@@ -11,7 +11,11 @@ Inside a node                                        Between nodes
                                                                 down(spine, leaf)]
     mesh     pair(src, dst)                                     → nic-in
     pcie     up(src) → [root-up → root-down]         torus      a link a hop, the shorter way round
-             each dim → down(dst)
+             → down(dst)                                        each dim
+
+PCIe devices and NICs (HCAs) lie below PCIe switches (PLX), and these below the processors. So to
+another node a message goes up(src) → [root-up → root-down] → hca-down → the network → hca-up →
+[root-up → root-down] → down(dst).
 
 A device uses NIC local * nics // per_node. With rails, equal NICs of all nodes meet at one leaf;
 else all NICs of a node do. A leaf's uplinks have the bandwidth of its NICs, divided by the
@@ -44,6 +48,15 @@ class Wire(NamedTuple):
     crowd: float = 0.0
     # share of the bandwidth at which its switch adds arrays up; 0: it does not
     in_switch: float = 0.0
+    # of a library's calls in a node (simulate/library.py): the wait for the last rank, the share of
+    # the bandwidth that LL128 reaches in a ring, and what filling a pipeline's stage costs, in chunks
+    start: float = 0.0
+    ll128: float = 0.92
+    fill: float = 0.0
+
+
+WIRE_NUMBERS = ("alpha", "bandwidth", "in_switch", "start", "ll128", "fill")
+"""What a file of clusters or a profile may say of a wire."""
 
 
 class Link(NamedTuple):
@@ -81,6 +94,7 @@ class Topology:
     routing: str = "static"  # or adaptive
     torus: tuple[int, ...] = ()  # its dims, else ()
     per_switch: int = 2  # devices below one PCIe switch
+    uplink: Wire | None = None  # of a PCIe switch to its processor; None: as inside
     slow: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -129,13 +143,17 @@ class Topology:
             yield from self._in_node(here, src % self.per_node, dst % self.per_node)
             return
         assert self.between is not None, "Cluster checks that several nodes have a network"
+        out = self._nic(src)
+        into = self._nic(dst)
         if self.kind == "pcie":
             # with its α, as inside the node: a link's numbers are those of the first route over it
             yield self._link(f"node{here}.up{src % self.per_node}", self.inside)
-        yield from self._network(
-            here, self._nic(src), there, self._nic(dst), zlib.crc32(b"%d,%d" % (src, dst))
-        )
+            yield from self._over_root(here, self._switch(src), self._switch_of_nic(out))
+            yield self._link(f"node{here}.hca{out}-down", self.inside, alpha=0.0)
+        yield from self._network(here, out, there, into, zlib.crc32(b"%d,%d" % (src, dst)))
         if self.kind == "pcie":
+            yield self._link(f"node{there}.hca{into}-up", self.inside, alpha=0.0)
+            yield from self._over_root(there, self._switch_of_nic(into), self._switch(dst))
             yield self._link(f"node{there}.down{dst % self.per_node}", self.inside, alpha=0.0)
 
     def _in_node(self, node: int, src: int, dst: int) -> Iterator[int]:
@@ -144,12 +162,25 @@ class Topology:
             return
         first, last = ("up", "down") if self.kind == "pcie" else ("out", "in")
         yield self._link(f"node{node}.{first}{src}", self.inside)
-        above = src // self.per_switch
-        below = dst // self.per_switch
-        if self.kind == "pcie" and above != below:
-            yield self._link(f"node{node}.root-up{above}", self.inside, alpha=0.0)
-            yield self._link(f"node{node}.root-down{below}", self.inside, alpha=0.0)
+        if self.kind == "pcie":
+            yield from self._over_root(node, self._switch(src), self._switch(dst))
         yield self._link(f"node{node}.{last}{dst}", self.inside, alpha=0.0)
+
+    def _over_root(self, node: int, above: int, below: int) -> Iterator[int]:
+        """Return the links from one PCIe switch of a node to another, by the processors."""
+        if above != below:
+            uplink = self.uplink or self.inside._replace(alpha=0.0)
+            yield self._link(f"node{node}.root-up{above}", uplink)
+            yield self._link(f"node{node}.root-down{below}", uplink, alpha=0.0)
+
+    def _switch(self, place: int) -> int:
+        """Return the PCIe switch above a device, in its node."""
+        return place % self.per_node // self.per_switch
+
+    def _switch_of_nic(self, nic: int) -> int:
+        """Return the PCIe switch above a NIC: that of the first device which uses it."""
+        first = -(-nic * self.per_node // self.nics)
+        return first // self.per_switch
 
     def _nic(self, place: int) -> int:
         return place % self.per_node * self.nics // self.per_node

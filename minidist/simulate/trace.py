@@ -11,7 +11,8 @@ from minidist.observe.events import Busy, Event
 class Kernel(NamedTuple):
     """One operation on arrays, as a device runs it.
 
-    kind "matmul": a stack of matrix products; "attention": scores and values in one kernel;
+    kind "matmul": a stack of matrix products; "attention": scores and values in one kernel; "loss":
+    cross-entropy in one kernel;
     "memory": a pass over arrays (elementwise, sums, copies, gathers); "host": what the host of a
     GPU computes (offload), pass by pass; "python": on a processor, what Python does for one result
     of an op (modules, tape, account).
@@ -21,7 +22,8 @@ class Kernel(NamedTuple):
     dtype: str  # in which it computes
     flops: float  # additions and multiplications of its products
     nbytes: float  # read and written
-    # of a matmul: (matrices, m, k, n); of a pass on a host: (inner loops,) if several
+    # of a matmul: (matrices, m, k, n); of attention: (scores,); of a loss: (logits,); of a pass on
+    # a host: (inner loops,) if several
     size: tuple[int, ...] = ()
 
 

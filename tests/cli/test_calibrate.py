@@ -25,7 +25,7 @@ def test_runs_in_profile_out(tmp_path, capsys):
                 "--cluster",
                 "h100",
                 "--fit",
-                "matmul_share,launch",
+                "matmul_share,host",
                 "--out",
                 str(out),
                 "--json",
@@ -37,6 +37,7 @@ def test_runs_in_profile_out(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "2 x 1024 dp=2" in printed
     assert "of a run left out" in printed
+    assert "known to by this profile: seconds within a factor of" in printed
     profile = CostProfile.load(out)
     assert profile.fit["runs"] == 3
     assert profile.fit["fitted_mean"] < profile.fit["default_mean"]

@@ -243,3 +243,23 @@ def test_the_storys_loads_of_eight_ranks_are_the_lessons() -> None:
         f"link carries {both}, where the torus algorithm's carries {grid} and the ring's {ring}"
         in story
     )
+
+
+def test_a_message_leaves_the_server_sooner_than_it_crosses_it() -> None:
+    """N4's server: 4 lanes to the CPU, 24.6 / 4 GB/s; a card of 23 GB/s below the GPUs' own switch.
+    Where two GPUs share a link, two messages take twice as long."""
+    server = load_module(lessons.find("04").part("server.py"), "04")
+    cluster = Cluster.parse("a100-pcie:2x8")
+    ways = {
+        trip.to: [server.stop(link) for link in server.route(Cluster.parse(trip.cluster), 0, dst)]
+        for trip in server.TRIPS
+        for dst in [trip.partner(0)]
+    }
+    assert ways["GPU 2, below another PLX"] == ["PLX", "CPU", "PLX", "GPU"]
+    assert ways["GPU 0 of the next server"] == ["PLX", "HCA", "IB switch", "HCA", "PLX", "GPU"]
+    inside = server.seconds(cluster, [(0, 2)])
+    out = server.seconds(cluster, [(0, 8)])
+    assert inside / out == pytest.approx(3.7, abs=0.05)
+    assert inside == pytest.approx(server.NBYTES / (7.9e9 * 0.78) + 2e-6)
+    assert server.seconds(cluster, [(0, 8), (1, 9)]) == pytest.approx(2 * out, rel=0.01)
+    assert server.seconds(cluster, [(0, 1), (1, 0)]) == server.seconds(cluster, [(0, 1)])

@@ -126,6 +126,24 @@ def test_the_story_has_what_a_run_of_other_axes_moves() -> None:
         assert home == "none" or f"| {disk or ''} | {moved} |".replace("|  |", "| |") in story
 
 
+def test_which_part_of_other_machines_shortens_a_step() -> None:
+    """PCIe 6 does not, Grace's memory does, and CXL does where the disk is the narrowest."""
+    lab = load_module(find("20").part("experiments.py"), "20")
+    seconds = lab.on_machines()
+    none, optimizer, everything = map(list, zip(*seconds.values(), strict=True))
+    at = list(seconds).index
+    h100 = at("H100, PCIe 5")
+    assert optimizer[at("H100, PCIe 6")] == pytest.approx(optimizer[h100], rel=0.01)
+    grace = at("Grace Hopper")
+    assert optimizer[grace] < 0.6 * optimizer[h100]
+    memory = at("H100, PCIe 5, Grace's memory")
+    assert optimizer[memory] - none[memory] == pytest.approx(
+        optimizer[grace] - none[grace], rel=0.1
+    )
+    assert everything[at("H100, CXL for the disk")] < 0.7 * everything[grace]
+    assert none[at("PCIe server, 4 lanes up")] > 4 * none[h100]
+
+
 def test_the_right_filling_passes(tmp_path: Path) -> None:
     result = graded("20", RIGHT, tmp_path)
     assert result.passed, result.results[-1].line()

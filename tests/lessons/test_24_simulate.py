@@ -90,8 +90,8 @@ def test_the_break_its_lose_what_the_story_says(capsys: pytest.CaptureFixture[st
     told = lessons.find("24").part("README.md").read_text(encoding="utf-8")
     for name, figures in (
         ("slow-ring", ("48.95 ms", "92.72 ms")),
-        ("tensor-across-nodes", ("0.298 s", "0.408 s")),
-        ("straggler", ("0.166 s", "0.329 s")),
+        ("tensor-across-nodes", ("0.321 s", "0.357 s")),
+        ("straggler", ("0.185 s", "0.367 s")),
     ):
         LESSON.BREAKS[name]()
         out = capsys.readouterr().out
@@ -113,16 +113,15 @@ def test_the_story_says_what_four_times_the_devices_give() -> None:
 
 
 def test_the_story_says_what_bandwidth_and_size_give() -> None:
-    """At 1 GB/s the large model is the worse one, at 8 all are alike, at 64 it is the better
-    one."""
+    """At 1 and at 8 GB/s the large model is the worse one, at 64 it is the better one."""
     lab = LESSON.lab
     small, large = (lab.efficiencies(lab.sized(*lab.SIZES[at]), (1.0, 8.0, 64.0)) for at in (0, -1))
     assert f"weights keeps {small[0]:.1%} and that of 6.7 billion {large[0]:.1%}" in (
         story().replace(" %", "%")
     )
-    assert 0.305 < small[1] < 0.355
-    assert 0.305 < large[1] < 0.355
-    assert f"the other way, {100 * small[2]:.0f} and {100 * large[2]:.0f} %." in story()
+    assert f"keep {100 * large[1]:.0f} to {100 * small[1]:.0f} % of one node's" in story()
+    fast = f"small one keeps {100 * small[2]:.0f} % and the large one {100 * large[2]:.0f} %."
+    assert fast in story()
 
 
 def test_the_story_says_what_bytes_cost() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from traces import Ids, Job, grid, node_cost
 
 from minidist.errors import DeadlockError, MismatchError
-from minidist.observe.events import Await, Busy, Event, GroupCall, Start, Transfer
+from minidist.observe.events import Await, Busy, Event, GroupCall, Start, Sync, Transfer
 from minidist.observe.replay import plain_replay, replay
 from minidist.observe.replay_path import critical_path, time_of
 from minidist.parallel.pipeline.schedule_checker import Times, clock_of
@@ -52,6 +52,57 @@ def test_the_bubble_is_the_checkers(name: str, message: float) -> None:
             busy = sum(sum(time_of(replayed, rank).busy.values()) for rank in range(ranks))
             assert max(stops[-1] for stops in replayed.stops) == clock.length
             assert 1.0 - busy / (ranks * clock.length) == pytest.approx(clock.bubble, abs=1e-12)
+
+
+# --------------------------------------------------------------------------------- the host's queue
+
+
+def hosted(trace: list[Event], host: float, device: dict[str, float]) -> list[float]:
+    """The ends of a rank's work; its host takes `host` seconds for each."""
+    replayed = replay(
+        [trace],
+        [0],
+        lambda axis, rank: (rank,),
+        lambda rank, work: device[str(work)],
+        free,
+        issue_seconds=lambda rank, work: host,
+    )
+    return list(replayed.times(0))[1:]
+
+
+def test_a_step_takes_as_long_as_the_longer_of_two_queues() -> None:
+    trace: list[Event] = [Busy(name, "forward") for name in ("long", "short", "short", "short")]
+    device = {"long": 3.0, "short": 0.5}
+    # the host is ahead of the long kernel, and late for the last short one
+    assert hosted(trace, 0.0, device) == [3.0, 3.5, 4.0, 4.5]
+    assert hosted(trace, 1.0, device) == [3.0, 3.5, 4.0, 4.5]
+    assert hosted(trace, 1.5, device) == [3.0, 3.5, 4.5, 6.0]
+
+
+def test_a_host_that_reads_a_number_loses_what_it_was_ahead() -> None:
+    device = {"long": 3.0, "short": 0.5}
+    trace: list[Event] = [Busy("long", "forward"), Sync(), Busy("short", "forward")]
+    assert hosted(trace, 1.0, device) == [3.0, 3.0, 4.0]
+
+
+def test_a_host_runs_ahead_while_its_rank_waits_for_others() -> None:
+    """Rank 1 comes to the call at 4 s; until then the host of rank 0 has issued what follows."""
+    call: list[Event] = [Start(0, GroupCall("dp", "all_reduce", "ring", 1)), Await(0)]
+    traces: list[list[Event]] = [
+        [Busy("short", "a"), *call, Busy("short", "b")],
+        [Busy("long", "a"), *call, Busy("short", "b")],
+    ]
+    replayed = replay(
+        traces,
+        [0, 1],
+        lambda axis, rank: (0, 1),
+        lambda rank, work: {"short": 0.5, "long": 4.0}[str(work)],
+        free,
+        issue_seconds=lambda rank, work: 1.0,
+    )
+    assert [replayed.times(rank)[-1] for rank in (0, 1)] == [4.5, 4.5]
+    pieces = [(piece.name, piece.start, piece.stop) for piece in critical_path(replayed)]
+    assert pieces[0] == ("a", 0.0, 4.0) and pieces[-1] == ("b", 4.0, 4.5)
 
 
 # ---------------------------------------------------------------------------------- links and folds

@@ -2,17 +2,17 @@
 
 import math
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from minidist.errors import ConfigError
 from minidist.parallel.hybrid.plan import Plan
-from minidist.simulate.calibrate import CONSTANTS, Predictor, Run, fit, read_runs
+from minidist.simulate.calibrate import CONSTANTS, Predictor, fit
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import DEFAULT
 from minidist.simulate.rates import CostProfile
+from minidist.simulate.runs import Run, read_runs
 
 HEAD = "layers,width,heads,sequence,vocab,devices,batch,plan,seconds\n"
 TINY = "2,64,4,32,128"
@@ -111,66 +111,20 @@ def test_what_cannot_be_fitted(names, count, message):
         fit(runs_of(TRUTH, count), step, "a100-80g", names)
 
 
-# ---------------------------------------------------------------- files
-
-
-def test_a_file_of_runs(tmp_path):
-    path = tmp_path / "runs.csv"
-    path.write_text(
-        f'# measured on a Sunday\n{HEAD}{TINY},2x4,16,"dp=4,tp=2",0.5\n\n{TINY},4,16,,0.25\n'
-    )
-    first, second = read_runs(path, "a100-80g")
-    assert (first.plan, first.batch, first.seconds) == (Plan(dp=4, tp=2, precision="bf16"), 16, 0.5)
-    assert (first.config.width, first.config.context, first.cluster.size) == (64, 32, 8)
-    assert (second.label, second.plan.dp, second.cluster.nodes) == ("2 x 64 dp=4", 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            HEAD.replace("seconds", "second") + f"{TINY},8,16,dp=8,1\n",
-            "no column 'second'; did you mean seconds",
-        ),
-        (HEAD + f"{TINY},8,16,dp=8,\n", "line 2: it lacks seconds"),
-        (HEAD + f"{TINY},8,16,dp=8,0\n", "line 2: seconds=0"),
-        (HEAD + f"{TINY},8,16,dp=8,fast\n", "line 2: could not convert"),
-        (HEAD + f"{TINY},12,16,dp=8,1\n", "line 2: 12 devices do not fill"),
-        (HEAD + "2,,4,32,128,8,16,dp=8,1\n", "line 2: it lacks width"),
-    ],
-)
-def test_mistakes_in_a_file_name_the_line(tmp_path, text, message):
-    path = tmp_path / "runs.csv"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_runs(path, "a100-80g")
-    with pytest.raises(ConfigError, match="No such file"):
-        read_runs(tmp_path / "none.csv", "a100-80g")
-
-
-@pytest.mark.parametrize("size", ["1x8", "64", "8x8x8"])
-def test_a_cluster_with_its_size_is_told_that_runs_say_it(size: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"cluster a100-80g:{size}: each run says .* write only the name, a100-80g$",
-    ):
-        read_runs(tmp_path / "runs.csv", f"a100-80g:{size}")
-
-
 def test_the_simulator_predicts_and_its_constants_are_found_again(tmp_path):
-    """Steps that the simulator itself took with half the products' rate."""
+    """Steps that the simulator itself took with two thirds of the products' rate."""
     path = tmp_path / "runs.csv"
     path.write_text(
         HEAD
         + "".join(
-            f"2,{width},4,128,512,{devices},{8 * devices},dp={devices},1\n"
-            for width in (256, 1024, 2048)
+            f"2,{width},32,2048,512,{devices},{8 * devices},dp={devices},1\n"
+            for width in (1024, 2048, 4096)
             for devices in (1, 2)
         )
     )
     predict = Predictor()
-    truth = CostProfile("h100", DEFAULT.__class__(matmul_share=0.39))
+    truth = CostProfile("h100", DEFAULT.__class__(matmul_share=0.6))
     runs = [run._replace(seconds=predict(run, truth)) for run in read_runs(path, "h100")]
     fitted = fit(runs, predict, "h100", ["matmul_share", "memory_share", "launch"])
     assert max(map(abs, fitted.errors)) < 0.02
-    assert fitted.profile.rates.matmul_share == pytest.approx(0.39, rel=0.25)
+    assert fitted.profile.rates.matmul_share == pytest.approx(0.6, rel=0.1)

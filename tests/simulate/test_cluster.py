@@ -6,7 +6,10 @@ from minidist.errors import ConfigError
 from minidist.reading import read_toml
 from minidist.simulate.cluster import OWN_FILE, Cluster, names
 
-KNOWN = ["a100-40g", "a100-80g", "b200", "h100", "h200", "mi300x", "tpu-v4", "tpu-v5p", "v100"]
+KNOWN = [
+    *("a100-40g", "a100-80g", "a100-pcie", "b200", "gh200", "h100", "h100-500w", "h100-cxl"),
+    *("h100-pcie", "h100-pcie6", "h200", "mi300x", "tpu-v4", "tpu-v5p", "v100"),
+]
 OWN = """
 [wire.my-net]
 bandwidth = 2e9
@@ -32,6 +35,25 @@ def test_the_clusters_there_are():
         assert cluster.size == 8
         assert cluster.device.peak("float16" if name == "v100" else "bfloat16") > 1e14
         assert len(cluster.route(0, 7)) >= 1
+
+
+def test_a_variant_differs_only_in_what_it_says():
+    """An H100 of 500 W: the memory of its own, the wires of an H100; its products are slower."""
+    usual, variant = (Cluster.parse(f"{name}:8") for name in ("h100", "h100-500w"))
+    assert variant.device.memory_bandwidth == 2400e9
+    assert variant.device.units == usual.device.units == 132
+    assert variant.topology.inside == usual.topology.inside
+    assert variant.host_watts == pytest.approx(usual.host_watts)
+    best = [cluster.device.best("bfloat16") for cluster in (usual, variant)]
+    assert best[1] / best[0] == pytest.approx((500 / 700) ** 0.2)
+    assert variant.device.peak("bfloat16") == usual.device.peak("bfloat16")
+
+
+def test_a_variant_of_a_cluster_that_there_is_not(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text('[cluster.mine]\nlike = "h10"\nwatts = 500\n')
+    with pytest.raises(ConfigError, match="mine is like 'h10'; did you mean h100"):
+        Cluster.parse(f"{path}:mine:8")
 
 
 def test_every_number_has_a_source():
@@ -99,9 +121,9 @@ def test_upper_and_lower_case_are_alike(text, spec):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("a100", "; did you mean a100-40g or a100-80g?"),
-        ("A100", "; did you mean a100-40g or a100-80g?"),
-        ("h10", "; did you mean h100?"),
+        ("a100", "; did you mean a100-40g or a100-80g or a100-pcie?"),
+        ("A100", "; did you mean a100-40g or a100-80g or a100-pcie?"),
+        ("h10", "; did you mean h100 or h100-500w or h100-cxl or h100-pcie or h100-pcie6?"),
         ("tpu", "; did you mean tpu-v4 or tpu-v5p?"),
         ("x100", ""),
         ("100h", ""),
@@ -124,10 +146,12 @@ def test_a_file_of_yours(tmp_path):
     assert Cluster.parse("rack:4x2", path).device == cluster.device
     assert [cluster.links[number].name for number in cluster.route(0, 7)] == [
         "node0.up0",
+        "node0.hca0-down",
         "node0.nic0-out",
         "leaf0.rail0.up1",
         "leaf1.rail0.down1",
         "node3.nic0-in",
+        "node3.hca0-up",
         "node3.down1",
     ]
     assert cluster.device.price_an_hour is None
@@ -151,3 +175,42 @@ def test_moves_take_the_tier_that_their_lane_names():
     disk = cluster.tiers["disk"]
     assert cluster.move_seconds("device to host", 10**9) == host.alpha + 10**9 / host.bandwidth
     assert cluster.move_seconds("host to disk", 10**9) == disk.alpha + 10**9 / disk.bandwidth
+
+
+def test_a_cluster_like_another_has_its_other_keys():
+    usual = Cluster.parse("h100:2x8")
+    wider = Cluster.parse("h100-pcie6:2x8")
+    assert wider.device == usual.device
+    assert wider.tiers["host"].bandwidth == pytest.approx(121e9 * 0.78)
+    assert wider.tiers["host"].nbytes == usual.tiers["host"].nbytes
+    assert "on paper" in wider.sources["host"] and wider.sources["peak"] == usual.sources["peak"]
+
+
+@pytest.mark.parametrize("like", ["h1000", "h100-cxl"])
+def test_a_cluster_is_like_one_that_is_like_no_other(tmp_path, like):
+    file = tmp_path / "own.toml"
+    file.write_text(f'[cluster.mine]\nlike = "{like}"\n')
+    with pytest.raises(ConfigError, match="mine.*h100"):
+        Cluster.parse(f"{file}:mine:8")
+
+
+def test_files_of_offloading_lie_on_the_disk_or_on_cxl_memory():
+    usual = Cluster.parse("h100:1x8")
+    cxl = Cluster.parse("h100-cxl:1x8")
+    assert cxl.move_seconds("host to disk", 10**9) == pytest.approx(1e-6 + 1 / 31.5)
+    assert usual.move_seconds("host to disk", 10**9) == pytest.approx(1e-4 + 1 / 3.8)
+    assert cxl.move_seconds("device to host", 10**9) == usual.move_seconds("device to host", 10**9)
+    assert cxl.tiers["disk"] == usual.tiers["disk"]  # where checkpoints go
+
+
+def test_a_tier_that_there_is_not_is_refused(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text('[cluster.mine]\nlike = "h100"\nbelow = "cxl3"\n')
+    with pytest.raises(ConfigError, match="cxl3.*cxl2"):
+        Cluster.parse(f"{file}:mine:8")
+
+
+@pytest.mark.parametrize(("per_node", "sharing"), [(8, 2), (1, 1)])
+def test_devices_below_one_pcie_switch_share_its_lanes_to_the_host(per_node, sharing):
+    cluster = Cluster.parse(f"a100-pcie:1x{per_node}")
+    assert cluster.tiers["host"].bandwidth == pytest.approx(7.9e9 * 0.78 / sharing)

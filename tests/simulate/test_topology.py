@@ -33,6 +33,38 @@ def test_two_devices_below_one_pcie_switch_stay_there():
     assert crossed(Topology(4, NEAR, "pcie"), 0, 1) == ["node0.up0", "node0.down1"]
 
 
+@pytest.mark.parametrize(
+    ("dst", "links"),
+    [
+        (8, "up0 hca0-down nic0-out nic0-in hca0-up down0"),
+        (11, "up0 hca0-down nic0-out leaf0.rail0.up1 leaf0.rail1.down1 nic1-in hca1-up down3"),
+    ],
+)
+def test_a_message_to_another_node_passes_its_switch_and_its_card(dst, links):
+    topology = Topology(8, NEAR, "pcie", between=FAR, nics=4)
+    route = [name.replace("node0.", "").replace("node1.", "") for name in crossed(topology, 0, dst)]
+    assert route == links.split()
+
+
+def test_a_card_below_another_switch_is_reached_by_the_processor():
+    """One card for eight devices: those of the first switch have it below their own."""
+    topology = Topology(8, NEAR, "pcie", between=FAR)
+    assert "node0.root-up0" not in crossed(topology, 1, 9)
+    assert crossed(topology, 7, 9)[:4] == [
+        "node0.up7",
+        "node0.root-up3",
+        "node0.root-down0",
+        "node0.hca0-down",
+    ]
+
+
+def test_an_uplink_is_a_wire_of_its_own():
+    topology = Topology(4, NEAR, "pcie", uplink=Wire("lanes", 2e-6, 5e9))
+    assert topology.bandwidth(0, 2) == 5e9
+    assert topology.bandwidth(0, 1) == 100e9
+    assert topology.alpha(0, 2) == pytest.approx(3e-6)
+
+
 def test_a_routes_latency_does_not_depend_on_which_route_is_first():
     """Two PCIe nodes: a message inside a node and one to the other node go through one link up."""
     pairs = [(0, 1), (0, 2)]

@@ -206,6 +206,7 @@ def _named(say: Say, parts: dict[str, float]) -> list[tuple[str, str, float]]:
         "recompute": say("recompute", "重计算"),
         "update": say("update", "更新"),
         "bubble": say("bubble", "气泡"),
+        "host": say("host", "主机"),
         "parameters": say("weights", "权重"),
         "gradients": say("gradients", "梯度"),
         "optimizer": say("optimizer", "优化器"),
