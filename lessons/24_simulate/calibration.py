@@ -42,7 +42,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "MosaicML": ("llm-foundry",),
     "vTrain": ("vtrain",),
     "BigScience": ("bigscience",),
-    "Hagemann et al.": ("hagemann",),
     "Narayanan et al.": ("narayanan",),
     "NVIDIA": ("dgxc", "nemo", "megatron-bridge"),
     "PyTorch": ("torchtitan",),
@@ -210,8 +209,7 @@ Tables of `nccl-tests`, and two of `torch.distributed`, that others published
 trees (`TREE_LL128`, `SWITCH_HOP`, `SWITCHES_SHARE`) are the same everywhere. In `nccl-tests-309-b-ring` NCCL was told
 to take rings, as ZeRO's gathers do.
 
-No constants are right for all tables: an all-reduce of 16 MiB on 8 A100s takes 213, 273 and 274 µs in three of them.
-The times of dkh, dudeperf3ct and Sheffield hold how one process starts the kernels of all GPUs one after the other. The
+The times of dudeperf3ct and Sheffield hold how one process starts the kernels of all GPUs one after the other. The
 times of vidur hold the wait for the last process.
 
 <!-- measured by: python lessons/24_simulate/calibration.py --collectives -->

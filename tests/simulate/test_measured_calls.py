@@ -13,8 +13,6 @@ from minidist.simulate.runs import PUBLISHED
 ROWS = {
     "dudeperf3ct-h100": 17,
     "gcm-a100": 12,
-    "host-dkh-a100": 14,
-    "host-thanos-a100": 19,
     "nccl-tests-309-a": 42,
     "nccl-tests-309-b": 38,
     "nccl-tests-309-b-ring": 14,

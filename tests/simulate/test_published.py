@@ -22,7 +22,6 @@ ROWS = {
     "dgxc-llama-3.1-8b-h100": 5,
     "dgxc-nemotron-15b-h100": 8,
     "fms-fsdp": 6,
-    "hagemann-2023-a100": 83,
     "llm-foundry-a100": 9,
     "llm-foundry-a100-rest": 52,
     "llm-foundry-a100-roce": 10,
@@ -43,7 +42,7 @@ ROWS = {
 
 def test_every_table_is_tested():
     assert set(tables()) == set(ROWS)
-    assert sum(ROWS.values()) >= 800
+    assert sum(ROWS.values()) >= 720
 
 
 @pytest.mark.parametrize("name", ROWS)
