@@ -41,7 +41,7 @@ AT_REST = 0.2
 """Part of a GPU's watts that it takes while it waits: assumed, no source states it for an H100."""
 CAP = 0.6
 """Part of its watts that a cap allows."""
-ARROW_BATCH = 16
+ARROW_BATCH = 64
 AT_THE_END = 1 << 40
 """Bytes of a bucket that no gradient fills: all are sent after backward."""
 
@@ -225,7 +225,7 @@ def arrows(page: Page) -> None:
         ["CC: overlap", "dp=8", "at the end → in buckets", *saved(plain, hidden)],
     ]
     page.table(
-        f"The notes' four arrows, each alone: four blocks of GPT-2, {ARROW_BATCH} sequences, "
+        f"The notes' four arrows, each alone: four blocks of GPT-2 XL, {ARROW_BATCH} sequences, "
         "h100:1x8",
         ["arrow", "plan", "change", "a step, ms", "computes, ms", "joules", "saved"],
         rows,
@@ -235,7 +235,7 @@ def arrows(page: Page) -> None:
 
 def simulated(plan: Plan) -> tuple[float, float, float]:
     """Return the seconds of a step, those that a device computes, and the watts of all devices."""
-    found = md.simulate(plan, model("gpt2", layers=4), "h100:1x8", batch=ARROW_BATCH)
+    found = md.simulate(plan, model("gpt2-xl", layers=4), "h100:1x8", batch=ARROW_BATCH)
     watts = (found.cluster.device.watts or 0.0) * plan.size
     return found.step_seconds, fsum(found.parts["busy"].values()), watts
 
