@@ -96,7 +96,7 @@ class StreamTransport(Engine):
         with self.lock:
             self.unfinished += 1
             early = source.unexpected.take(tag) if source.unexpected else None
-            if early is not None:
+            if early is not None and (early.settled or source.mute is None):
                 source.receives.add(receive)
                 source.unexpected_bytes -= early.header.nbytes
                 early.receive = receive  # the leader delivers it, unless the frame is settled
@@ -117,6 +117,7 @@ class StreamTransport(Engine):
         """Make the leader, or the helper, serve this peer, because a new transfer could not finish
         at once. Under the lock."""
         self._active[peer.rank] = peer
+        self._news = True
         if not self._helper_awake:
             self._call_helper()
         if self._asleep:
