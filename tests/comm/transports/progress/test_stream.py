@@ -361,6 +361,27 @@ def test_a_peer_that_leaves_is_told_from_one_that_dies(kind, impatient):
 
 
 @on_every_link
+def test_a_buffered_message_is_delivered_though_its_sender_leaves_meanwhile(kind, impatient):
+    with linked(kind) as (zero, one):
+        for number in (1, 2):
+            zero.start_send(1, tag(number), np.full(10, number, np.uint8)).wait()
+        one.start_recv(0, tag(2), into(np.empty(10, np.uint8))).wait()  # that of 1 is buffered
+        zero.close()
+        awaited = one.start_recv(0, tag(3), into(np.empty(1)))
+        got = np.zeros(10, np.uint8)
+
+        def accept(meta, nbytes):
+            until(lambda: pass_once(one) or awaited.finished)  # the leader reads the goodbye
+            return got
+
+        one.start_recv(0, tag(1), accept).wait()
+        assert (got == 1).all()
+        with pytest.raises(PeerLostError, match="has left"):
+            awaited.wait()
+        assert not one.unfinished
+
+
+@on_every_link
 def test_half_a_message_of_a_lost_peer_is_awaited_no_longer(kind, impatient, monkeypatch):
     """The peer is lost though its link is still open: its machine has failed."""
     monkeypatch.setattr(stream, "_LAST_WORDS", 0.01)
