@@ -100,6 +100,9 @@ class TcpLink(PolledLink):
     def whole(self, header: bytes, nbytes: int) -> np.ndarray | None:
         count = len(header) + nbytes
         if self._stop - self._start < count:
+            # another one may be the peer's last: to look for more would find the end
+            if self.peek(HEADER_BYTES) != header[:HEADER_BYTES]:
+                return None
             self._fill(max(count, READ_AHEAD), expected=1)
             if self._stop - self._start < count:
                 return None

@@ -95,6 +95,7 @@ class Engine(Transport):
         self._crowded = world_size > of_all_ranks()
         self._turn = threading.Condition(self.lock)
         self._leading = self._asleep = False  # a thread leads; it sleeps, or is about to
+        self._news = False  # a transfer that the leader's last pass may not have seen
         self._led = 0  # number of times a thread has waited, or passed
         self._followers = 0
         self.unfinished = 0  # transfers started and not finished; under the lock
@@ -182,6 +183,7 @@ class Engine(Transport):
         if self._crowded:
             yield_core()  # to a peer on this core, whose message cannot be there yet
         while not operation.finished:
+            self._news = False
             moved = self._pass()
             if operation.finished or self.waits.error is not None or time.monotonic() >= deadline:
                 return  # after a pass, so that bytes that arrived during the sleep still count
@@ -192,8 +194,9 @@ class Engine(Transport):
                 yield_core()
             else:
                 with self.lock:
-                    # from now on, a transfer that starts or ends calls _wake()
-                    self._asleep = not operation.finished
+                    # from now on, a transfer that starts or ends calls _wake(); the message of one
+                    # that started before may lie in a link's buffer, which no sleep looks at
+                    self._asleep = not (operation.finished or self._news)
                 if self._asleep:
                     self._sleep(_nap(deadline))
                     self._asleep = False

@@ -46,7 +46,10 @@ class ByteLink(ABC):
 
         Args:    nbytes: of the payload, at most `short`.
         """
-        data = self.peek(len(header) + nbytes)
+        try:
+            data = self.peek(len(header) + nbytes)
+        except EOFError:  # fewer will ever come: of another message, or of a half
+            return None
         if data is None or not data.startswith(header):
             return None
         self.skip(len(data) + -nbytes % self.align)

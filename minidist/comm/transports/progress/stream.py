@@ -96,10 +96,11 @@ class StreamTransport(Engine):
         with self.lock:
             self.unfinished += 1
             early = source.unexpected.take(tag) if source.unexpected else None
-            if early is not None:
-                source.receives.add(receive)
+            if early is not None and (early.settled or source.mute is None):
                 source.unexpected_bytes -= early.header.nbytes
-                early.receive = receive  # the leader delivers it, unless the frame is settled
+                early.receive = receive
+                if not early.settled:  # the leader delivers it, unless the peer is lost before
+                    source.receives.add(receive)
             elif source.mute is not None:
                 self.finish(receive, self._lost(source, source.mute))
             else:
@@ -117,6 +118,7 @@ class StreamTransport(Engine):
         """Make the leader, or the helper, serve this peer, because a new transfer could not finish
         at once. Under the lock."""
         self._active[peer.rank] = peer
+        self._news = True
         if not self._helper_awake:
             self._call_helper()
         if self._asleep:
@@ -271,8 +273,8 @@ class StreamTransport(Engine):
 
     def _end(self, peer: Peer, receive: Receive, error: Exception | None) -> None:
         """Finish a receive. Under the lock."""
-        if receive in peer.receives:
-            peer.receives.remove(receive)
+        if not receive.finished:
+            peer.receives.discard(receive)
             if peer.next is receive:  # not where a buffered message ends another thread's receive
                 peer.next = None
             self.finish(receive, error)

@@ -200,6 +200,35 @@ def test_a_started_transfer_wakes_the_sleeping_leader(kind):
 
 
 @on_every_link
+def test_a_receive_that_starts_just_before_the_leader_sleeps_is_seen(kind, monkeypatch):
+    """Its message has been read ahead, so the kernel would not wake the leader for it."""
+    with linked(kind) as (zero, one):
+        for number in (1, 2):
+            zero.start_send(1, tag(number), np.full(10, number, np.uint8)).wait()
+        one.start_recv(0, tag(1), into(np.empty(10, np.uint8))).wait()
+        full = one.start_send(0, tag(3), np.zeros(BIG))
+        started = []
+        seen = []
+        move, sleep = one._pass, one._sleep
+
+        def last_pass():
+            moved = move()
+            if not moved and not started:  # another thread does it then
+                started.append(one.start_recv(0, tag(2), into(np.empty(10, np.uint8))))
+            return moved
+
+        def noted(seconds):
+            seen.append(started[0].finished)
+            sleep(seconds)
+
+        monkeypatch.setattr(one, "_pass", last_pass)
+        monkeypatch.setattr(one, "_sleep", noted)
+        one._drive_until(full, time.monotonic() + 0.1)
+        assert seen
+        assert all(seen), "it slept beside the message"
+
+
+@on_every_link
 def test_limit_names_rank_peer_and_tag(kind):
     with linked(kind, limit=0.1) as (zero, _one):
         with pytest.raises(
@@ -329,6 +358,44 @@ def test_a_peer_that_leaves_is_told_from_one_that_dies(kind, impatient):
             assert caught.value.world_rank == 0
             with pytest.raises(PeerLostError, match="rank 1 lost rank 0"):
                 one.start_send(0, tag(3), np.zeros(BIG)).wait()
+
+
+@on_every_link
+def test_a_buffered_message_is_delivered_though_its_sender_leaves_meanwhile(kind, impatient):
+    with linked(kind) as (zero, one):
+        for number in (1, 2):
+            zero.start_send(1, tag(number), np.full(10, number, np.uint8)).wait()
+        one.start_recv(0, tag(2), into(np.empty(10, np.uint8))).wait()  # that of 1 is buffered
+        zero.close()
+        awaited = one.start_recv(0, tag(3), into(np.empty(1)))
+        got = np.zeros(10, np.uint8)
+
+        def accept(meta, nbytes):
+            until(lambda: pass_once(one) or awaited.finished)  # the leader reads the goodbye
+            return got
+
+        one.start_recv(0, tag(1), accept).wait()
+        assert (got == 1).all()
+        with pytest.raises(PeerLostError, match="has left"):
+            awaited.wait()
+        assert not one.unfinished
+
+
+@on_every_link
+def test_half_a_message_of_a_lost_peer_is_awaited_no_longer(kind, impatient, monkeypatch):
+    """The peer is lost though its link is still open: its machine has failed."""
+    monkeypatch.setattr(stream, "_LAST_WORDS", 0.01)
+    with linked(kind, limit=1.0) as (zero, one):
+        link = zero._peers[1].link
+        start = frames.pack_header(frames.MESSAGE, tag(1), b"", 1024, link.align)
+        link.write(start, np.ones(512, np.uint8))
+        awaited = one.start_recv(0, tag(2), into(np.empty(1)))
+        until(lambda: pass_once(one) or (one._peers[0].frame and one._peers[0].frame.filled == 512))
+        one.lose(PeerLostError("rank 1 lost rank 0: no sign of life", 0))
+        with pytest.raises(PeerLostError, match="no sign of life"):
+            awaited.wait()
+        with pytest.raises(PeerLostError, match="no sign of life"):
+            one.start_recv(0, tag(1), into(np.empty(1024, np.uint8))).wait()
 
 
 @on_every_link
