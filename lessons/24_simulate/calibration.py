@@ -100,6 +100,12 @@ def affordable(run: Run, devices: int = MOST_DEVICES, passes: int = MOST_PASSES)
     return run.cluster.size <= devices and run.config.layers * simulated <= passes
 
 
+def _has_kernels(run: Run) -> bool:
+    """Return whether the program that is simulated has the kernels that were measured: products of
+    bytes it has not, nor attention over heads of more than 128 columns."""
+    return run.plan.precision != "fp8" and run.config.width // run.config.heads <= 128
+
+
 @cache
 def rows_of(source: str, device: str) -> list[tuple[str, Run]]:
     """Return the runs of a source on a kind of device that are predicted, with their tables."""
@@ -108,7 +114,7 @@ def rows_of(source: str, device: str) -> list[tuple[str, Run]]:
         for table in tables()
         if source_of(table) == source
         for run in published(table)
-        if device_of(run) == device and affordable(run) and run.plan.precision != "fp8"
+        if device_of(run) == device and affordable(run) and _has_kernels(run)
     ]
 
 
