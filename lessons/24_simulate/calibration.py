@@ -232,6 +232,8 @@ GAPS = """## Known gaps
   8 bytes a score. All other kernels are taken to be the same everywhere.
 - **Products of one byte.** Training here widens fp8 to bf16, and the simulator prices it so. The {fp8} rows in fp8 are
   therefore not predicted.
+- **Heads of more than 128 columns** (Nemotron 340B has 192): no attention kernel here takes them, so these rows are not
+  predicted either.
 - **Tensor and context parallelism that overlap.** NeMo sends parts of a product, and keys and values, while it computes
   others; here the calls of both axes are waited for.
 - **Recomputation of single products** (torchtitan's selective) is taken as every second block.

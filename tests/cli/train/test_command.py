@@ -1082,9 +1082,14 @@ def test_a_loss_is_waited_for_when_the_next_step_is_on_its_way(late: bool) -> No
 
     trainer: Any = SimpleNamespace(
         start_step=start_step,
+        steps_done=0,
         world=SimpleNamespace(
             ledger=SimpleNamespace(
-                sent_bytes=lambda phase: {"dp": {"all_reduce": 3}, "control": {"all_gather": 8}}
+                sent_bytes=lambda phase: (
+                    {"dp": {"all_reduce": 3}, "control": {"all_gather": 8}}
+                    if phase == "step"
+                    else {}
+                )
             )
         ),
     )
