@@ -9,7 +9,7 @@ answer this question (`--float32-gradients`). A trace of two-byte gradients beco
     kernels     each pass adds its gradients to the main ones: 4 bytes a weight more are read and
                 written
 
-notes: N2 §10.3.    Source: Narayanan et al. 2021; Shoeybi et al. 2019 (Megatron-LM).
+Source: Narayanan et al. 2021; Shoeybi et al. 2019 (Megatron-LM).
 """
 
 from collections.abc import Mapping, Sequence

@@ -95,23 +95,23 @@ def figure(say: Say) -> Live:
         ),
         predict=Prediction(
             say(
-                "Eight simulated GPUs, linked by InfiniBand of 50 GB/s. With buckets of 16 MiB, 1.6 "
+                "Eight simulated GPUs, linked by InfiniBand of 50 GB/s. With buckets of 16 MiB, 1.4 "
                 "ms of the communication are exposed: the GPU waits for them. Now the link is half "
                 "as fast. How much is exposed?",
-                "八个模拟的 GPU，用 50 GB/s 的 InfiniBand 相连。桶为 16 MiB 时，有 1.6 ms 的通信没有被"
+                "八个模拟的 GPU，用 50 GB/s 的 InfiniBand 相连。桶为 16 MiB 时，有 1.4 ms 的通信没有被"
                 "掩盖，GPU 要等。链路速度减半，要等多久？",
             ),
             (
-                say("about 1.6 ms", "约 1.6 ms"),
-                say("about 3.2 ms", "约 3.2 ms"),
-                say("much more than 3.2 ms", "远多于 3.2 ms"),
+                say("about 1.4 ms", "约 1.4 ms"),
+                say("about 2.8 ms", "约 2.8 ms"),
+                say("much more than 2.8 ms", "远多于 2.8 ms"),
             ),
             2,
             say(
-                "9.6 ms. All-reduces take twice as long, about 18 ms instead of 10. But backward is "
-                "as short as before, and hides about 8 ms in both cases; the rest is exposed.",
-                "9.6 ms。全归约的总时间翻倍，从约 10 ms 变成约 18 ms。反向传播却和原来一样长，两次都"
-                "只能掩盖约 8 ms，其余的都要等。",
+                "6.8 ms. All-reduces take twice as long, about 18 ms instead of 10. But backward is "
+                "as short as before, and cannot hide more than its own 12 ms; the rest is exposed.",
+                "6.8 ms。全归约的总时间翻倍，从约 10 ms 变成约 18 ms。反向传播却和原来一样长，最多"
+                "掩盖它自己的 12 ms，其余的都要等。",
             ),
         ),
         controls=(
