@@ -77,7 +77,7 @@ def test_a_run_has_the_model_that_was_ranked(started: list[list[str]]) -> None:
     try_plans(plan_for(config, "h100:1x1", batch=4), 1, rounds=1)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    args = parser.parse_args(started[0][4:])
+    args = parser.parse_args(started[0][started[0].index("train") + 1 :])
     assert (args.attention_pattern, mixture_of(args)) == ("local:64", mixture)
 
 

@@ -23,6 +23,7 @@ import mmap
 import os
 import platform
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -90,6 +91,7 @@ class FlightRecorder(Observer):
         self._link = ""
         self._kept = 0.0
         self._ring: mmap.mmap | None = None
+        self._opening = threading.RLock()
         self._numbers = itertools.count(1)
         self._groups: dict[int, tuple[str, list[int]]] = {}
 
@@ -309,10 +311,12 @@ class FlightRecorder(Observer):
 
     def _open(self) -> mmap.mmap:
         if self._ring is None:
-            self._ring = mmap.mmap(-1, RING_BYTES)
-            self.pid = os.getpid()
-            self._write_header()
-            recorders.add(self)
+            with self._opening:  # two threads that record first would make two rings
+                if self._ring is None:
+                    self._ring = mmap.mmap(-1, RING_BYTES)
+                    self.pid = os.getpid()
+                    self._write_header()
+                    recorders.add(self)
         return self._ring
 
     def _header(self) -> dict[str, Any]:

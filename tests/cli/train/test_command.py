@@ -102,7 +102,11 @@ def on_threads(
             parser = Parser()
             train.add_arguments(parser)
             world.nodes = nodes or world.nodes
-            return train.train(train_settings.check(parser.parse_args(command[4:])), world, 1)
+            return train.train(
+                train_settings.check(parser.parse_args(command[command.index("train") + 1 :])),
+                world,
+                1,
+            )
 
         return max(md.run(rank, size=size))
 

@@ -246,9 +246,15 @@ def test_the_ranks_that_a_resumed_run_starts(
         def rank(world: Any) -> int:
             parser = Parser()
             command_module.add_arguments(parser)
-            return command_module.train(settings.check(parser.parse_args(command[4:])), world, 1)
+            return command_module.train(
+                settings.check(parser.parse_args(command[command.index("train") + 1 :])), world, 1
+            )
 
-        assert {*command[4:]} == {f"--resume={run}", "--steps=8", f"--out={run}"} and size == 2
+        assert {*command[command.index("train") + 1 :]} == {
+            f"--resume={run}",
+            "--steps=8",
+            f"--out={run}",
+        } and size == 2
         return max(md.run(rank, size=size))
 
     monkeypatch.setattr(command_module, "spawn", threads)
