@@ -464,14 +464,8 @@ class Group(Members):
         """Carry the call out: in this thread, if no earlier call is still in the worker."""
         if self._worker is not None and self._worker.busy():
             return self._worker.submit(call).wait()
-        if not self.guard.busy.acquire(blocking=False):
-            self.guard.refuse()
-        try:
-            with call:
-                result = call.deliver(call.work(call), call.device)
-                return result if call.side is None else call.settle(result)
-        finally:
-            self.guard.busy.release()
+        with self.guard, call:
+            return call.settle(call.deliver(call.work(call), call.device))
 
     def _start(self, call: Call) -> Pending:
         """Hand the call to the worker, which is created at its first use."""

@@ -38,7 +38,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,6 +280,13 @@ class RankSteps:
     alike: str = ""
     steps: list[dict[str, Any]] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, about: Mapping[str, Any], steps: list[dict[str, Any]]) -> "RankSteps":
+        """Return the lines of a rank from the values of its first line, and its
+        steps."""
+        names = ("rank", "size", "host", "clock", "time", "alike")
+        return cls(*(about[name] for name in names), steps)
+
 
 def read_rank_steps(run: str | Path) -> dict[int, RankSteps]:
     """Return the steps of all ranks of a run; {} if it has none. A torn line is left out; of two
@@ -333,15 +340,7 @@ def of_newest_job(
     """Return {rank: its steps in order} from the results of take_lines; for an elastic job only the
     ranks of its newest size."""
     ranks = {
-        about["rank"]: RankSteps(
-            about["rank"],
-            about["size"],
-            about["host"],
-            about["clock"],
-            about["time"],
-            about["alike"],
-            [steps[step] for step in sorted(steps)],
-        )
+        about["rank"]: RankSteps.of(about, [steps[step] for step in sorted(steps)])
         for about, steps in found
         if about
     }

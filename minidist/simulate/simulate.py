@@ -88,9 +88,8 @@ def simulate(
     # and tells how large
     free = replace(plan, order=ORDER, device_memory=None)
     role_of = roles(plan, config, batch, norm=False)
-    trace_rank = traces  # the argument is a function; below, traces are lists of RankTrace
     role_traces = [
-        trace_rank(
+        traces(
             free,
             config,
             rank,

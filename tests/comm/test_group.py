@@ -735,7 +735,7 @@ def test_two_threads_in_one_group_are_refused(transport):
         if world.rank == 0:
             first = threading.Thread(target=world.barrier)
             first.start()
-            while not world.guard.busy.locked():
+            while not world.guard._busy.locked():
                 time.sleep(0.001)
             for call in (world.barrier, world.start_barrier):
                 with pytest.raises(

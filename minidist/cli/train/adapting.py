@@ -146,18 +146,7 @@ class Adapting:
         with unhurried(world):
             if told is not None:
                 record = self._ask(
-                    {
-                        about["rank"]: RankSteps(
-                            about["rank"],
-                            about["size"],
-                            about["host"],
-                            about["clock"],
-                            about["time"],
-                            about["alike"],
-                            steps,
-                        )
-                        for about, steps in told
-                    }
+                    {about["rank"]: RankSteps.of(about, steps) for about, steps in told}
                 )
             record = hand_out_record(world, record)
         if record is not None:

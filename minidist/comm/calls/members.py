@@ -4,7 +4,6 @@ adds the verbs."""
 import os
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
 
 import numpy as np
 
@@ -22,27 +21,15 @@ has the high bit set."""
 _SITES = 1000  # maximum number of pairs of program lines that are remembered
 
 
-_this_process = os.getpid()  # a system call, so it is asked only here and after a fork
-
-
-def _after_fork() -> None:
-    global _this_process
-    _this_process = os.getpid()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 class GroupGuard:
     """Guards one rank's use of one group.
 
         guard.check()           # before a call takes its number
-        guard.busy              # the lock that the caller's thread holds during the call
-        guard.refuse()          # if another thread holds it
+        with guard:             # while the call is carried out in the caller's thread
+            ...
 
     Raises (both): CommError that names the wrong process or thread and the remedy.
-    Attributes:    busy     held while a call is carried out in its caller's thread
-                   failure  the CommError of a collective that failed before its end. The other
+    Attributes:    failure  the CommError of a collective that failed before its end. The other
                             ranks would take the next call's messages for its messages, so every
                             later call, also a queued call, raises it
     """
@@ -52,11 +39,11 @@ class GroupGuard:
     def __init__(self, axis: str, world_rank: int) -> None:
         self._name = f"the group {axis}"
         self._rank = world_rank
-        self._process = _this_process
+        self._process = os.getpid()
         self._closed = False
         self._met: set[tuple[bytes, int, str, str]] = set()
         self._told = False
-        self.busy = threading.Lock()
+        self._busy = threading.Lock()
 
     def crossed(self, call: bytes, src: int, here: str, there: str) -> bool:
         """Return whether the call at `here` matches rank src's call at `there` after an earlier
@@ -74,9 +61,9 @@ class GroupGuard:
     def check(self) -> None:
         """Raise in a forked child (its messages would be sent as the parent's), after close(), or
         after a failure."""
-        if _this_process != self._process:
+        if os.getpid() != self._process:
             raise CommError(
-                f"process {_this_process} uses {self._name} of rank {self._rank}, which is process "
+                f"process {os.getpid()} uses {self._name} of rank {self._rank}, which is process "
                 f"{self._process}, its parent; call it from the parent, or start more ranks"
             )
         if self._closed:
@@ -89,11 +76,17 @@ class GroupGuard:
 
     def check_alone(self) -> None:
         """Raise if another thread is inside a call: the two would take each other's messages."""
-        if self.busy.locked():
-            self.refuse()
+        if self._busy.locked():
+            self._refuse()
 
-    def refuse(self) -> NoReturn:
-        """Raise: another thread is inside a call."""
+    def __enter__(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            self._refuse()
+
+    def __exit__(self, *_: object) -> None:
+        self._busy.release()
+
+    def _refuse(self) -> None:
         raise CommError(
             f"two threads of rank {self._rank} use {self._name} at the same time, the second is "
             f"{threading.current_thread().name!r}; make all calls from one thread, or give each "
