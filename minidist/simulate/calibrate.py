@@ -125,16 +125,7 @@ def fit(
              (default: each run is left out by itself).
     Raises:  ConfigError for fewer than two runs, or a constant that there is not.
     """
-    for name in names:
-        if name not in CONSTANTS:
-            raise ConfigError(
-                f"no constant {name!r}{meant(name, CONSTANTS)}; there are {', '.join(CONSTANTS)}"
-            )
-    if len(runs) < 2:
-        raise ConfigError(
-            f"{len(runs)} measured steps are too few to fit and to check; give two or more, ten "
-            "if possible"
-        )
+    _check(runs, names)
     begin = _begin(runs, names)
     usual = np.array([USUAL[name] for name in names])
     measured = np.log([run.seconds for run in runs])
@@ -181,6 +172,7 @@ def fit(
             break
     leverage = slopes @ np.linalg.solve(inner, slopes.T) / KNOWN_TO**2
     left_out = _left_out(now - measured, leverage, sources or range(len(runs)))
+    told = sureness(left_out.tolist(), [_job(run) for run in runs])
     fitted = CostFit(
         _profile(cluster, runs[0].cluster, names, at),
         np.exp(now).tolist(),
@@ -188,12 +180,21 @@ def fit(
         np.expm1(left_out).tolist(),
         np.expm1(first - measured).tolist(),
     )
-    told = {
-        "runs": len(runs),
-        **fitted.summary(),
-        **sureness(left_out.tolist(), [_job(run) for run in runs]),
-    }
-    return fitted._replace(profile=replace(fitted.profile, fit=told))
+    about = {"runs": len(runs), **fitted.summary(), **told}
+    return fitted._replace(profile=replace(fitted.profile, fit=about))
+
+
+def _check(runs: Sequence[Run], names: Sequence[str]) -> None:
+    for name in names:
+        if name not in CONSTANTS:
+            raise ConfigError(
+                f"no constant {name!r}{meant(name, CONSTANTS)}; there are {', '.join(CONSTANTS)}"
+            )
+    if len(runs) < 2:
+        raise ConfigError(
+            f"{len(runs)} measured steps are too few to fit and to check; give two or more, ten "
+            "if possible"
+        )
 
 
 def _left_out(errors: np.ndarray, leverage: np.ndarray, sources: Sequence[Hashable]) -> np.ndarray:

@@ -1,18 +1,22 @@
 """The published tables: each can be read, says its source, and agrees with itself."""
 
 import csv
+import math
 import re
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 
+from minidist.grading import load_module
 from minidist.lessons import FOLDER
 from minidist.simulate.calibrate import CONSTANTS, fit
 from minidist.simulate.few_passes import FewPasses
 from minidist.simulate.rates import CostProfile
 from minidist.simulate.runs import PUBLISHED, published, tables
 from minidist.simulate.simulate import require
+from minidist.simulate.sure import PUBLISHED as DEFAULTS
+from minidist.simulate.sure import sureness
 
 ROWS = {
     "bigscience-176b-a100": 64,
@@ -128,6 +132,27 @@ def test_a_row_says_what_the_simulator_predicts_by_its_default_constants():
     )
     predicted = FewPasses()(run, CostProfile(run.cluster.name))
     assert predicted == pytest.approx(float(row["default"]), rel=1e-3)
+
+
+@pytest.mark.soak
+def test_the_default_constants_are_as_sure_as_they_say():
+    """At most 24 rows of each source and kind of device, up to 64 devices: a minute or two."""
+    page = load_module(PAGE.with_name("calibration.py"), "24")
+    rows = [
+        run
+        for device in page.DEVICES
+        for source in page.SOURCES
+        for run in page.evenly(
+            [run for _, run in page.rows_of(source, device) if run.cluster.size <= 64], 24
+        )
+    ]
+    predicted = FewPasses()
+    errors = [math.log(predicted(run, CostProfile(run.cluster.name)) / run.seconds) for run in rows]
+    found = sureness(errors, [(run.config, run.batch, run.cluster.spec) for run in rows])
+    assert len(rows) == 94
+    assert sum(abs(math.expm1(error)) for error in errors) / len(rows) <= 0.2
+    assert found["spread"] == pytest.approx(DEFAULTS.spread, abs=0.01)
+    assert found["apart"] == pytest.approx(DEFAULTS.apart, abs=0.011)
 
 
 @pytest.mark.soak
