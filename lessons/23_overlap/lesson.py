@@ -60,8 +60,11 @@ CHANGES = (
 
 
 def tour(group: Group, page: Page, turns: int = 0) -> None:
-    """Run the lesson: all ranks make the steps of sections 3 and 6, rank 0 does the rest. Args:
-    turns: if not 0, only the training steps of section 6, so many times."""
+    """Run the lesson: all ranks make the steps of sections 3 and 6, rank 0 does the rest.
+
+    Args:    turns: 0: the whole lesson. Otherwise only the training steps of section 6, in this
+             number of turns.
+    """
     if turns:
         training_in_turns(group, page, turns)
         return

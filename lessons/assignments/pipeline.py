@@ -129,7 +129,7 @@ functions where they help. Each hole is graded alone.
     Microbatches go in pairs: two forwards, then two backwards, wherever 1F1B does one and one.
     Rank r does two forwards ahead for each stage after its own.""",
 }
-"""What a student reads; texts.zh.toml has the same in Chinese."""
+"""The texts that a student reads. texts.zh.toml has them in Chinese."""
 
 CODE = Template('''\
 

@@ -150,7 +150,7 @@ Plan on paper, by lessons 00, 11, 12, 14 and 24, and try plans by
 Replace each `hole(...)` by your own code. Each hole is graded alone.
 """
 }
-"""What a student reads; texts.zh.toml has the same in Chinese."""
+"""The texts that a student reads. texts.zh.toml has them in Chinese."""
 
 CODE = '''\
 

@@ -110,7 +110,7 @@ group.exchange(outgoing, dst=, src=) -> array, group.send(outgoing, dst=), group
     "backward": "against this order",
     **{name: name for name in REDUCTIONS},
 }
-"""What a student reads; texts.zh.toml has the same in Chinese."""
+"""The texts that a student reads. texts.zh.toml has them in Chinese."""
 
 CODE = Template('''\
 

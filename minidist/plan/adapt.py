@@ -61,7 +61,7 @@ DOUBT = 0.2
 """Part by which a plan that was never measured may take longer than estimated, and by which other
 stages may gain less: the largest error of benchmarks/results/twenty-plans-intel.md."""
 NOISE = 0.1
-"""The same for a plan that was measured: at another time, when other programs ran beside it."""
+"""The same for a plan that this run has measured earlier, when other programs may have been running."""
 CHANGED = 0.2, 2.0
 """Part by which a step must have changed since the last question, or factor of a message."""
 MUCH_CHANGED = 0.5, 4.0
@@ -288,8 +288,8 @@ class Adviser:
         return seconds
 
     def _balanced(self, plan: Plan, look: Look, layers: Sequence[int]) -> tuple[Plan, float] | None:
-        """Return the plan with as many layers on each stage as its measured speed asks for, and its
-        seconds of a step; None if the stages have them."""
+        """Return the plan whose stages have layers in proportion to their measured speed, and its
+        seconds of a step; None if the stages have these layers already."""
         if plan.pp == 1 or plan.stages != plan.pp or len(look.compute) != plan.pp:
             return None
         beside = [0.0] * plan.pp
@@ -310,8 +310,8 @@ class Adviser:
         return replace(plan, stage_layers=",".join(map(str, found))), seconds
 
     def changed(self, cost: float, moving: float) -> None:
-        """Note what a change cost in seconds, the slower first step included, of which it spent
-        `moving` on state."""
+        """Note the seconds that a change has cost. Args: cost: with the slower first step; moving:
+        the part of them in which state was moved."""
         self.first = max(0.0, cost - moving)
         self._answered = None
 

@@ -237,7 +237,7 @@ class Cells:
         return self._run_plan(plan, layers, 2)
 
     def pass_seconds(self, nbytes: float) -> float:
-        """Return the seconds per weight of a pass that reads and writes so many bytes of each."""
+        """Return the seconds per weight of a pass that reads and writes `nbytes` of each weight."""
         kernel = Kernel("memory", "float32", 0.0, nbytes * MANY)
         return self.rates.segment(((kernel, 1),)) / MANY
 

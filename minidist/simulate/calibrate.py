@@ -53,7 +53,8 @@ LENGTHS = (1.0, 0.5, 0.25, 0.1)  # of a step, the first that comes closer
 NUDGE = 0.05  # change of a log by which derivatives are taken
 MOST = {"matmul_share": 1.0, "attention_share": 1.0, "memory_share": 1.0}
 BYTES = {"scores": 8.0, "logits": 32.0}
-"""Of a score and a logit: what counts as much as a factor of e of another constant."""
+"""Bytes of a score and of a logit by which the fit moves them, where it moves another constant by a
+factor of e."""
 USUAL = {
     "matmul_share": 0.15,
     "half": 0.7,

@@ -273,8 +273,9 @@ def _inherited(clusters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _varied(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a cluster's keys over those of the one that it is like. With other watts its products
-    are as much slower or faster, and its host takes what it took."""
+    """Return the keys of a cluster that is `like` another one: its own, and the other's for the
+    rest. If it has other watts, its products have another speed; the rest of a node keeps its
+    watts."""
     source = {**base.get("source", {}), **own.get("source", {})}
     whole = {**base, **own, "source": source}
     if "watts" in own and "watts" in base:

@@ -52,7 +52,7 @@ def fewest(run: Run) -> tuple[int, int]:
 
 
 def of_passes(run: Run, count: int) -> Run:
-    """Return the run with `count` passes of the same size: of a batch that is as much smaller."""
+    """Return the run with `count` passes of the same size, and a batch for these passes."""
     passes = run.plan.pieces * run.plan.accumulate
     plan = (
         replace(run.plan, microbatches=count, accumulate=1)

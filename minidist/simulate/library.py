@@ -16,7 +16,7 @@ No code of ours sends their messages, so they are modelled. A call goes one of t
              between.
     pairs    all_to_all: every rank to every other at once.
 
-and by one of NCCL's three protocols, of which ring and tree have all and the others the last:
+and by one of NCCL's three protocols (a switch only by Simple):
 
     LL       each 8 bytes hold 4 of data and a flag: the shortest latency, about a third of the
              bandwidth inside a node and an eighth between nodes
@@ -66,7 +66,7 @@ class Latency(NamedTuple):
     between: float
 
     def seconds(self, load: "Load", times: int = 1) -> float:
-        """Return the seconds of all hops, made so often."""
+        """Return the seconds of all hops, if the array makes them `times` times."""
         return self.base + times * (load.inside * self.inside + load.between * self.between)
 
 

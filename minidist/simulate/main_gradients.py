@@ -102,6 +102,6 @@ def _highest(events: Sequence[Event]) -> int:
     for event in events:
         if isinstance(event, Memory):
             now += event.nbytes
-        else:  # all that a segment's peak consists of has been told
+        else:  # the changes of memory before a segment are all counted
             most = max(most, now)
     return max(most, now)

@@ -131,7 +131,8 @@ class Rates:
         return self.slowdown * (rates.launch + rates.shortest + busy)
 
     def _passing(self, nbytes: float, kernel: Priceable) -> float:
-        """Return the seconds in which scores or logits of so many bytes each pass through memory."""
+        """Return the seconds in which all scores or logits of a kernel pass through memory, `nbytes`
+        for each."""
         if not nbytes:
             return 0.0
         bandwidth = self.device.memory_bandwidth * self.efficiency.memory_share
