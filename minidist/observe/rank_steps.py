@@ -284,8 +284,15 @@ class RankSteps:
     def of(cls, about: Mapping[str, Any], steps: list[dict[str, Any]]) -> "RankSteps":
         """Return the lines of a rank from the values of its first line, and its
         steps."""
-        names = ("rank", "size", "host", "clock", "time", "alike")
-        return cls(*(about[name] for name in names), steps)
+        return cls(
+            about["rank"],
+            about["size"],
+            about["host"],
+            about["clock"],
+            about["time"],
+            about["alike"],
+            steps,
+        )
 
 
 def read_rank_steps(run: str | Path) -> dict[int, RankSteps]:
