@@ -8,9 +8,10 @@ a `start_…` twin.
 
 Every rank of a group must make the same collective calls in the same order: each message carries
 the call's signature, and ranks that disagree get MismatchError with both calls. Calls on one group
-run one after the other: a `start_…` call in the group's worker thread, any other in the caller's
-own thread, after all calls that were started before it. Make the calls of one group from one
-thread; threads that communicate independently each need a group of their own (`split`).
+run one after the other: a `start_…` call in the group's worker thread; any other in the caller's
+own thread, or behind the started calls in the worker, while some of these are unfinished. Make the
+calls of one group from one thread; threads that communicate independently each need a group of
+their own (`split`).
 
 The class Group documents the arguments, results and errors of all verbs.
 

@@ -31,7 +31,8 @@ POINT_TO_POINT = 1 << 63
 
 
 class PointToPoint:
-    """A group's point-to-point messages."""
+    """A group's point-to-point messages. send, recv and exchange only start one; Group's methods of
+    the same names also wait for it."""
 
     def __init__(self, group: Members) -> None:
         self._group = group

@@ -64,7 +64,7 @@ then returns, if that is known. A short message that has both is recognised by c
 
 class Tag(NamedTuple):
     """The name of a stream of messages: a group's 64-bit id, and a number within it (both unsigned
-    64-bit)."""
+    64-bit). The number does not count calls; Signature.sequence does (signature.py)."""
 
     group: int
     sequence: int

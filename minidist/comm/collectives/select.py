@@ -2,7 +2,8 @@
 
 All ranks must make the same choice, so it depends only on data that every rank of the call has: the
 verb, the number of ranks and of nodes, and the arrays' length in verbs where it is the same on all
-ranks. With that length, the job's communication profile decides (`minidist bench calibrate`
+ranks. Where all ranks of a group share memory, auto takes "shared" for each verb that has it.
+Elsewhere, with that length, the job's communication profile decides (`minidist bench calibrate`
 measures it, rank 0 reads it when the job starts): auto takes the algorithm with the least predicted
 time (critical_path.py). Without a profile, for the other verbs, and where the predicted times
 differ little, the limits below decide.

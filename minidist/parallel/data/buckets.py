@@ -96,6 +96,7 @@ class BucketOrder:
     reaches.
 
     Args:    runs: of parameters; their hooks report when gradients are final.
+             start: the strategy's: DDP._start_reduce, Zero1's or Zero2's.
              who: the strategy and rank; by: the method to call instead; both for errors.
              unused: as DDP's; a mistake is named before the rank's last backward of the step.
     Attributes: completed: parameters in the order in which the newest backward made their gradients

@@ -26,7 +26,7 @@ added up before they are sent):
     messages     2(P-1) × buckets; a bucket above 4 MiB goes round in parts of at most 4 MiB, and
                  2(P-1) is for each part (a parameter larger than `bucket_bytes` is a bucket of its
                  own: collectives/ring.py)
-    control      one float64: the loss
+    control      one float64, the loss, and with a Trainer two digests of its batch; no norm is sent
 
 The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
 
@@ -93,7 +93,8 @@ def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[
 #   backward    4  a bucket's last gradient is final: BucketOrder._final, _start_complete
 #                  (data/buckets.py). In the step's last backward they call _start_reduce; it gives
 #                  the bucket to the scheme (step/scheme.py), which starts an all-reduce on the
-#                  group that _attach named
+#                  group that _attach named; the group's worker thread carries it out while backward
+#                  computes (CallWorker, comm/calls/async_call.py)
 #               5  wait for the sums, which lie in the buckets: a parameter's grad is a view of one
 #   finish_step    nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums
 #   conclude       all-gathers the loss

@@ -27,12 +27,12 @@ Cost, per step, of keys of one dtype:
 
     each worker         sends 4Ψ bytes and receives as many; S messages each way
     all servers         2N × 4Ψ pass through them, N × 4Ψ each way; 2NS messages.  A ring moves
-                        2(N-1)/N × 4Ψ in and out of each rank: the N ranks of a ring share what S
-                        servers have to carry
+                        2(N-1)/N × 4Ψ into each rank, and as much out of it: the N ranks of a ring
+                        share what S servers have to carry
     at the end          asynchronous workers get the last weights once more: N × 4Ψ
-    control             synchronous: the loss and, with clip, the squares of the gradient's norm;
-                        asynchronous: 5 + S numbers per push, 2 per pull
-                        (data/server_messages.py)
+    control             synchronous: the loss, with a Trainer two digests of the batch and, with
+                        clip, the squares of the gradient's norm; asynchronous: 5 + S numbers per
+                        push, 2 per pull (data/server_messages.py)
 
 Synchronous, below: the servers wait for all workers, and the step is that of one process on the
 whole batch. Asynchronous (data/async_parameter_server.py): each gradient is a separate update, made
@@ -115,8 +115,9 @@ class ParameterServer(Strategy):
 
         worker   gradients    no message: backward writes into the vectors that push sends
         worker   push         a vector to each server, for each dtype
-        server   collect      the first worker's into the sum, each other's into a buffer, added
-        server   clip         an all-gather of one float64 among the servers
+        server   collect      the first worker's into the sum, each other's into a buffer, added;
+                              with wider masters the first worker's into the buffer, too
+        server   clip         with `clip`: an all-gather of one float64 among the servers
         server   give_back    a vector to each worker, for each dtype
         worker   pull         into the vectors whose views are the parameters
         all      loss         an all-gather of one float64, three where batches are compared

@@ -460,8 +460,9 @@ class Trainer:
                  sums, the weights depend on which rank has which rows.
         Returns: the global mean token loss, the same bits on every rank.
         Cost:    the strategy's, in the phase "step". To compare batches, under `control`: 16 bytes
-                 per rank with each loss and norm; before the first step and each 100th, and with
-                 `local` before each, an all-gather of 48 bytes per rank.
+                 per rank with each loss, and with the norm of a plan with more axes than dp; before
+                 the first step and each 100th, and with `local` before each, an all-gather of 48
+                 bytes per rank.
         Raises:  ShapeError, DtypeError for a batch that does not fit; MismatchError if the ranks'
                  batches differ; MemoryLimitError; DiskError (offload=all); GradientError if
                  float16's gradients overflow at the smallest scale; ConfigError for a rank without

@@ -136,7 +136,8 @@ def plain_hybrid(
 #                 runs the schedule; StagePass (pipeline/stages.py) computes each forward and
 #                 backward, with cp or sequence parallelism on TokenStages (token_stages.py). A
 #                 stage's backward is the data axis's, never as the `last`
-#     without     DataAxis.run: forward, then backward; the `last` starts the sums (2.2)
+#     without     DataAxis.run: forward, then backward; the `last` (ZeRO-2 and 3: each) starts the
+#                 sums (2.2)
 #   finish_step   2.2: with pp, DDP and ZeRO-1 start their sums here and wait for them
 #                 (DataAxis.finish_step: a last backward of nothing); ZeRO-2 and 3 have reduced in
 #                 each backward

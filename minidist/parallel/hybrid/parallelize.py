@@ -225,7 +225,7 @@ def make_data_axis(
     store: ShardStore,
     **options: Any,
 ) -> DataAxis:
-    """Return DDP or ZeRO, to train the replicas of a model or of a part of it.
+    """Return DDP, ZeRO or, for one copy, Single, to train the replicas of a model or of a part of it.
 
     Args:    model: drawn; with ZeRO-3 not yet, and each rank draws only its chunks. group: the
              ranks that share it. store: the place of ZeRO's chunks; options: further ones of the
@@ -235,7 +235,7 @@ def make_data_axis(
     scheme = make_scheme(plan.compress)
     if scheme is not None:
         options["scheme"] = scheme
-    # the optimizer on the host of a rank that shares its weights with no other: ZeRO-2, whose
+    # offload=optimizer without zero, which only a group of one rank may have: by ZeRO-2, whose
     # gradients leave the device bucket by bucket
     stage = plan.zero or (2 if plan.offload == "optimizer" else 0)
     if not stage and scheme is None and group.size == 1:

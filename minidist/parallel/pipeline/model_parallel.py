@@ -17,7 +17,8 @@ Cost, per step, over all ranks, B sequences of T tokens:
 
     send         2 × B × T × width elements per boundary; p - 1 boundaries
     all_reduce   with a tied output and p > 1: one, of the token table, between the two ends
-    control      one float64 per rank for the loss; with clipping, one for the norm
+    control      one float64 per rank for the loss; with clipping, one for the norm; with a Trainer
+                 two digests of the batch with each
     idle         (p-1)/p of the ranks' time, for any division of the layers: the step takes as long
                  as on one rank
 

@@ -24,7 +24,8 @@ Cost, per step, over all ranks, B sequences of T tokens:
     send          2 × B × T × width elements per boundary between stages on two ranks; S - 1
                   boundaries if p > 1
     all_reduce    with a tied output and p > 1: one, of the token table, between the two ends
-    control       one float64 per rank for the loss; with clipping, one for the norm
+    control       one float64 per rank for the loss; with clipping, one for the norm; with a Trainer
+                  two digests of the batch with each
 
 The loss of a microbatch is the sum of its token losses, divided by the targets of the *whole*
 batch, so microbatches and passes of any number of rows add up to the mean. Every rank leaves out a

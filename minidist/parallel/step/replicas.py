@@ -14,8 +14,8 @@ from minidist.errors import MismatchError
 
 
 def sharers(run: Sequence[Parameter], group: Group) -> Group:
-    """Return the ranks that share a run of parameters: `group`, unless `shared_by` of the run names
-    others."""
+    """Return the ranks of the data axis that share a run of parameters: `group`, unless `shared_by`
+    of the run names others. (Not WeightShard.sharers: ranks of tp that hold the same key head.)"""
     shared: Group | None = run[0].shared_by
     return group if shared is None else shared
 

@@ -11,8 +11,9 @@ The step is one loop (`PassLoop.start_step`); a chapter defines its parts:
 Servers, replicas in one process, local steps and PipeDream have a `start_step` of their own.
 
 A data axis (DDP, ZeRO, one process) runs a pass in two parts: forward, backward; the `last` backward
-sums over the ranks. A pipeline (chapter 17) computes the passes itself, and asks the data axis only
-for the backward of its stages.
+sums over the ranks (ZeRO-2 and 3: each backward, within this copy; the last also over the copies).
+A pipeline (chapter 17) computes the passes itself, and asks the data axis only for the backward of
+its stages.
 """
 
 from abc import ABC, abstractmethod
@@ -257,7 +258,7 @@ class DataAxis(PassLoop):
     first_copy = True
     weights: list[Parameter]  # that learn
     counted: Counted  # what this rank counts in the norm
-    _summed = True  # this step's gradients are summed over the ranks
+    _summed = True  # a backward that was this step's last has run
 
     def __init__(
         self,

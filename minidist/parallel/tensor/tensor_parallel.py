@@ -45,13 +45,15 @@ Cost, per step, all ranks together, in numbers (ring; B sequences of T tokens, L
     control      with clipping one float64 a rank, three where batches are compared: each weight
                  counts once in the norm
 
-The messages of a step, in order; each is a `TensorRegion.enter` (f) or `leave` (g):
+The messages of a step, in order; `TensorRegion.leave` is g, `enter` is f:
 
     forward    SplitEmbedding        leave   B T h
                RowLinear, 2 a block  leave   B T h each
                SplitOutput.loss              maxima B T; sums and the targets' logits 2 B T
     backward   head, or tied table   enter   B T h
                MLP, qkv of a block   enter   B T h each
+    after it   key heads, if shared          their gradients, over the ranks that hold the same
+                                             head: add_up (step/model_axis.py)
     clipping   gradient_norm                 an all-gather over tp
     loss       none: all ranks have it
 

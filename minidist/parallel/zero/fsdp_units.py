@@ -132,8 +132,8 @@ class Unit:
 class GatherOrder:
     """The units of a pass in the order in which it needs them.
 
-        forward    expects the units of the newest forward that a backward followed, unless that
-                   was shorter than one before; the first one expects nothing
+        forward    expects the units of the last forward that had a backward (a shorter one than
+                   before does not count); the first forward expects nothing
         backward   expects the units of its own forward, the last first
 
     A unit that is called twice stands there twice, so its gradients are final when it is not among

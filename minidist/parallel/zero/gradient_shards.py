@@ -69,8 +69,9 @@ class GradientShards:
         """Give a run a buffer, because its first gradient comes: each of its parameters gets a view
         of it. Return the view of `parameter`."""
         # For ZeRO-2, whose buckets fill in ascending order. Two earlier buckets still have buffers:
-        # one is in flight, one still fills (a bias may come after the weight behind it). Wait for
-        # the one in flight. ZeRO-3's order descends: start() keeps the bound.
+        # one is in flight, one still fills (a bias's gradient comes after that of its weight, which
+        # may be in the next bucket). Wait for the one in flight. ZeRO-3's order descends: start()
+        # keeps the bound.
         if sum(earlier < index for earlier in self._buffers) > 1:
             self.take_sum()
         self.store.before_buffer()

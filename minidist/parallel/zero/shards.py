@@ -52,8 +52,8 @@ from minidist.parallel.step.strategy import Collective, DataAxis
 
 class HybridSharding:
     """The ranks that share a copy with this rank, and those that hold the same shard of other
-    copies. (The paper's hybrid: sharded inside, replicated between. Chapter 17's Hybrid is a
-    strategy.)
+    copies. With one copy it only passes each sum on to the scheme. (The paper's hybrid: sharded
+    inside, replicated between. Chapter 17's Hybrid is a strategy.)
 
     Args:    group: all ranks of the data axis; shard: how many neighbours share one copy (None: all
              of them).

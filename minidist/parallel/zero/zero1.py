@@ -91,7 +91,8 @@ def plain_zero1(
 #   backward     adds gradients into the buckets. In the step's last backward a bucket's last
 #                gradient starts its reduce-scatter: BucketOrder._final, _start_complete
 #                (data/buckets.py), _start_reduce, HybridSharding (shards.py), the
-#                scheme (step/scheme.py), which has the groups from ShardedReplica.__init__
+#                scheme (step/scheme.py), which has the groups from ShardedReplica.__init__;
+#                the group's worker thread carries it out (CallWorker, comm/calls/async_call.py)
 #                then waits for the sums, each in this rank's chunk of its bucket: _take_sums
 #   finish_step  nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums (several
 #                copies: chapter 16; offload: chapter 20)

@@ -93,9 +93,11 @@ def plain_zero2(
 #                update started: ParameterArrivals._arrive (replica.py)
 #   backward     a bucket's first gradient takes a buffer: GradientShards._lend
 #                (gradient_shards.py), called by Parameter.gradient_room
-#                its last one starts the reduce-scatter: BucketOrder._final (data/buckets.py),
-#                _start_reduce, GradientShards.start, HybridSharding (shards.py), the scheme
-#                (step/scheme.py), which has the groups from ShardedReplica.__init__ (replica.py)
+#                its last one starts the reduce-scatter: BucketOrder._final, _start_complete
+#                (data/buckets.py), _start_reduce, GradientShards.start, HybridSharding (shards.py),
+#                the scheme (step/scheme.py), which has the groups from ShardedReplica.__init__
+#                (replica.py); the group's worker thread carries it out while backward computes
+#                (CallWorker, comm/calls/async_call.py)
 #                the sum goes into the shard, the buffer is freed: GradientShards.take_sum
 #   finish_step  nothing (several copies: chapter 16; offload: chapter 20)
 #   conclude     all-gathers the loss, then calls update

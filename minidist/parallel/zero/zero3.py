@@ -130,8 +130,9 @@ def plain_zero3(
 #   begin_step      marks the shards empty; no message
 #   forward         all-gathers the root (empty unless the model is tied), unless it is there:
 #                   begin_pass
-#   forward 1       start this unit's all-gather unless prefetch did; start the next units'; wait for
-#                   this one: _before_forward
+#   forward 1       start this unit's all-gather unless prefetch did (the group's worker thread
+#                   carries it out: CallWorker, comm/calls/async_call.py); start the next units';
+#                   wait for this one: _before_forward
 #   forward 3       free it: _after_forward
 #   backward 1      as forward 1, in reverse order: _before_backward; autograd reads p.data again
 #                   (tape.py)

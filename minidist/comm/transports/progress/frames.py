@@ -1,7 +1,7 @@
 """The header before each payload, and its checks before use.
 
     bytes 0-3    4     5      6-7          8-15        16-23           24-31     32-35   36 ...
-          magic  kind  (0)    meta length  group id    sequence        payload   CRC-32  meta, zeros up to `align`
+          magic  kind  (0)    meta length  group id    tag's number    payload   CRC-32  meta, zeros up to `align`
                                                                        bytes     of all but itself
 
 All numbers are little-endian. Both ranks have proved that they belong to the job, so the checksum

@@ -12,7 +12,7 @@ From a receive's wait() to its end: Engine.drive -> _lead (engine.py) -> _pass -
 Frame.take (message.py) -> the link's read_into, or its piece and then the receive's reduce ->
 _settle -> Engine.finish.
 
-A header is read only while this rank waits for a message of that peer. So a message that arrives
+A header is read only while a receive from that peer is posted. So a message that arrives
 early stays in the link (in the kernel's buffers, in the ring), and a sender that is far ahead must
 wait. A message is buffered only if it precedes a message that has a receive, and only within
 UNEXPECTED_LIMIT.
