@@ -259,8 +259,8 @@ class Hybrid(PassLoop):
         lr: float | None,
         clip: float | None,
     ) -> LateLoss:
-        """Make the update, then return the loss, as PassLoop.conclude. Ranks of tp compare their
-        batches with the norm, and the others learn the result with the loss.
+        """Make the update, then return the loss, as PassLoop.conclude. With `clip` ranks of tp
+        compare their batches with the norm, and the others learn the result with the loss.
 
         Cost:    as DataAxis.conclude, and gradient_norm with `clip`.
         """
