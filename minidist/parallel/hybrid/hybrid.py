@@ -478,13 +478,15 @@ class Trainer:
         loss.
         """
         self.world.tell_step(self.steps_done)
-        # what chapters 19 and 20 move to host or disk; without a keeper the store, again
+        # a keeper's moves (chapter 19) are counted beside the store's (chapter 20); without a keeper
+        # these are the store's again
         moves = (self.keeper or self.store).traffic
+        # outside of the phase "step", because only some steps compare batches here: so every step's
+        # ledger has the same calls
         batch = self._meeting.take(
             batch,
             step=self.steps_done,
             local=local,
-            # before the step: all steps make the same calls
             context=self.config.context,
         )
         with (
