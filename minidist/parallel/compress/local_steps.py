@@ -207,7 +207,7 @@ class LocalSteps(Strategy):
             [stretch.run for fragment in self.fragments for stretch in fragment.stretches]
         )
         self.scalars = group.split(0, axis=group.axis)  # losses do not queue behind outer gradients
-        self.diverged = self  # this object has the common state
+        self.common_state_of = self  # this object has the common state
 
     # --------------------------------------------------------------------------------------- a step
 
@@ -360,7 +360,7 @@ class LocalSteps(Strategy):
 
     @property
     def rank(self) -> int:
-        """The rank that these weights and inner state belong to (Strategy.diverged)."""
+        """The rank that these weights and inner state belong to (Strategy.common_state_of)."""
         return self.group.rank
 
     def common_state(self) -> Iterator[tuple[str, str, Array]]:

@@ -368,7 +368,7 @@ class Trainer:
                  ranks read different weights.
         """
         require_together(self.strategy)
-        if self.strategy.diverged is not None:
+        if self.strategy.common_state_of is not None:
             raise CheckpointError("set_weights: ranks with local steps have weights of their own")
         set_weights(self.strategy, self.optimizer, read)
         self.strategy.check_replicas(self.world, when="after set_weights")
