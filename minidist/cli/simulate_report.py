@@ -34,6 +34,8 @@ def print_simulation(
     _print_summary(console, found, multiplies_bytes=multiplies_bytes)
     _rule(console, "where the time of a step goes, mean of all ranks")
     console.print(_time_table(found))
+    if found.cluster.device.units:  # a GPU: a host issues its kernels (Rates.issue)
+        _say(console, "computes: with the time in which the device waits for its host")
     if found.axes:
         _rule(console, "what moves in a step along each axis")
         console.print(_axes_table(found))

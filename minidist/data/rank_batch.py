@@ -58,12 +58,12 @@ class RankBatch(tuple[Array, Array]):
     rows: tuple[int, ...] | None = None
 
 
-class Reader(Protocol):
+class HasReaders(Protocol):
     """The part of a strategy that a BatchMeeting uses: which ranks read which rows, and whether
     ranks wait for each other."""
 
     asynchronous: bool
-    diverged: Any
+    common_state_of: Any
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
         """Return (group, k): the first k ranks of the group divide the rows of a batch."""
@@ -167,7 +167,7 @@ class BatchMeeting:
              which rows.
     """
 
-    def __init__(self, world: Group, strategy: Reader) -> None:
+    def __init__(self, world: Group, strategy: HasReaders) -> None:
         self.world = world
         self.strategy = strategy
         self._met = False  # the ranks have compared a batch before its step
@@ -195,7 +195,7 @@ class BatchMeeting:
                 "step: local=True needs the number of all ranks' tokens, but ranks of an "
                 "asynchronous plan do not wait for each other; pass the global batch"
             )
-        waits_for_none = asynchronous or self.strategy.diverged is not None
+        waits_for_none = asynchronous or self.strategy.common_state_of is not None
         due = step % EVERY == 0 or not self._met
         if not local and (waits_for_none or not due):
             return with_digests(batch, step)

@@ -303,16 +303,16 @@ def _run(
     """Run one clock until it waits for a job whose end is not known yet, or to its end. Returns the
     time of its host, which begins at `host`."""
     now = stops[-1]
-    for kind, place, number in todo:
+    for kind, slot, number in todo:
         if kind == BUSY:
-            now += seconds[place]
-            host += issue[place]
+            now += seconds[slot]
+            host += issue[slot]
             if host > now:
                 now = host
         elif kind == SYNC:
             host = now
         else:
-            station = stations[place]
+            station = stations[slot]
             if kind != WAIT:  # START, CALL: the clock comes to the job
                 if now > station.late[number]:
                     station.late[number] = now
@@ -352,12 +352,12 @@ def _deadlock(job: Folded, tracks: list[Track], stops: list["array[float]"]) -> 
         for clock in clocks
     }
 
-    def came(clock: int, station: Station, number: int) -> bool:
+    def came(clock: int, station: Station, wanted: int) -> bool:
         """Return True if a clock has come to a job."""
-        slots = job.stations[clock]
+        stations = job.stations[clock]
         return any(
-            kind in (START, CALL) and slots[place] is station and which == number
-            for kind, place, which in tracks[clock].ops[: len(stops[clock])]
+            kind in (START, CALL) and stations[slot] is station and number == wanted
+            for kind, slot, number in tracks[clock].ops[: len(stops[clock])]
         )
 
     path = list[int]()

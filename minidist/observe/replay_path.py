@@ -5,8 +5,8 @@
     critical_path(replayed)     the chain of events that determined the end
 
 A rank that waits is exposed to communication while bytes of the group move, and idle before that:
-then it waits for other ranks. Waiting never counts as computing. Both accounts add up to the whole
-time.
+then it waits for other ranks. On a GPU busy also has the time in which the device waits for its
+host (replay.py). No other waiting counts as computing. Both accounts add up to the whole time.
 """
 
 from collections import defaultdict

@@ -42,7 +42,7 @@ def on_shared_cores(
     played = []
     for rank, (track, mine, known) in enumerate(zip(tracks, job.stations, seconds, strict=True)):
         number = count()
-        works = [place for kind, place, _ in track.ops if kind == BUSY]
+        works = [slot for kind, slot, _ in track.ops if kind == BUSY]
         costs: dict[Job, Cost] = {
             Transfer(place, CORES, 0): Cost(
                 known[place], {CORES: share(rank, track.works[place].work)}

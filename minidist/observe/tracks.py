@@ -31,8 +31,9 @@ Job: TypeAlias = GroupCall | Transfer
 class Track(NamedTuple):
     """A trace, ready to be played.
 
-    Attributes: ops: (BUSY, place in `works`, 0), (START, WAIT or CALL, slot, number of the call in
-                its slot) or (SYNC, 0, 0).
+    Attributes: ops: (kind, slot, number): (BUSY, place in `works`, 0), (START, WAIT or CALL, slot,
+                number of the call in its slot) or (SYNC, 0, 0). Plain tuples: the replay takes
+                apart each op of each clock, and a NamedTuple takes longer.
                 at: for each op the place of its event in the trace; jobs: what each slot runs, in
                 order.
                 sooner: place of a WAIT or CALL in `ops` -> Await.sooner, where that is not 0.

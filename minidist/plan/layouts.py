@@ -88,7 +88,7 @@ class Layouts:
         elif verb == "all_reduce" and algorithm != "native":
             nbytes = -(-nbytes // len(members)) * len(members)
         if algorithm == "native" and verb != "all_to_all":
-            way = library_of(self.cluster, members).fastest(verb, Operands(nbytes, blocks))
+            way = library_of(self.cluster, members).taken(verb, Operands(nbytes, blocks))
             return way.seconds + way.nbytes * self._crowding(groups, verb, way.name)
         groups = self._near(groups)
         cost = call_cost(GroupCall("", verb, algorithm, nbytes, blocks), groups[0], self.cluster)

@@ -33,7 +33,7 @@ is full: `fill` is how many chunks of time each stage of it costs. A chunk is a 
 array, at most 1 MiB in each of 24 channels.
 
 NCCL does not measure. It chooses by a table of its own, with latencies and shares that it expects
-(`Library.expected`), and so does `Library.fastest`. What the chosen way takes (`Library.seconds`)
+(`Library.expected`), and so does `Library.taken`. What the chosen way takes (`Library.seconds`)
 has other numbers where published measurements have: start, fill and LL128's share of a wire
 (clusters.toml), and trees. Lesson 24's CALIBRATION.md tells how far both are from measured times.
 
@@ -183,7 +183,7 @@ class Library:
         """Return seconds, bytes on each link, and bytes handed to the library by all ranks."""
         if verb == "all_to_all":
             return self._all_to_all(operands)
-        way = self.fastest(verb, operands)
+        way = self.taken(verb, operands)
         total = self._total(verb, operands)
         sent = (
             total if verb in ("broadcast", "scatter", "gather", "all_gather") else total * self.size
@@ -194,7 +194,7 @@ class Library:
             sent,
         )
 
-    def fastest(self, verb: str, operands: "Operands") -> "LibraryWay":
+    def taken(self, verb: str, operands: "Operands") -> "LibraryWay":
         """Return the way that the library takes, of any verb but all_to_all."""
         chosen = self.chosen(verb, operands)
         total = self._total(verb, operands)
@@ -455,7 +455,7 @@ class Library:
         wire = self.cluster.topology.inside.name
         busy = {True: 0.0, False: 0.0}
         for number, share in per_byte.items():
-            near = links[number].tier == wire
+            near = links[number].wire == wire
             busy[near] = max(busy[near], share / links[number].bandwidth)
         return Load(dict(per_byte), busy[True], busy[False], inside, between, stages)
 

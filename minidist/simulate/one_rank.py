@@ -68,7 +68,7 @@ def run_rank(
     _require(plan, config)
     length = tokens or config.context
     sim = SimRank(plan, config, rank, length, DEVICES[device_kind])
-    memory = RecordedAccount(sim.tape)
+    memory = RecordedAccount(sim.recording)
     trace = RankTrace(rank)
     if batch is None:
         ids = index_range(length) * config.vocabulary // length
@@ -79,7 +79,7 @@ def run_rank(
     if plan.updates_each_microbatch:
         options = {"clip": None, **options}
     modules = {device: module(device) for device in ("cpu", "cuda")}
-    with simulated(modules), drawn_load(load), account.use(memory), recording.begun(sim.tape):
+    with simulated(modules), drawn_load(load), account.use(memory), recording.begun(sim.recording):
         # what is computed before the first step is no part of any, and on the host
         with recording.pause():
             trainer = Trainer(
@@ -89,19 +89,19 @@ def run_rank(
                 seed=seed,
                 optimizer=optimizer,
                 device=DEVICES[device_kind],
-                recorder=sim.tape,
+                recorder=sim.recording,
                 **options,
             )
         for step in range(steps):
-            sim.tape.flush()
-            trace.steps.append(len(sim.tape.events))
+            sim.recording.flush()
+            trace.steps.append(len(sim.recording.events))
             before = sim.ledger.rows()
             last = step == steps - 1 or first_rows is None
             trainer.step(batch if last else (batch[0][:first_rows], batch[1][:first_rows]))
-            sim.tape.sync()  # the caller reads the loss
+            sim.recording.sync()  # the caller reads the loss
         trace.last_step = _behind(before, sim.ledger.rows())
-        trace.events = sim.tape.events
-        trace.segments = sim.tape.segments
+        trace.events = sim.recording.events
+        trace.segments = sim.recording.segments
         trace.ledger = sim.ledger.rows()
         trace.peak, trace.now, trace.host_peak = memory.peak, memory.now, trainer.store.host.peak
         trace.lanes = dict(trainer.store.traffic.step)
@@ -118,11 +118,11 @@ def rank_places(
 
     sim = SimRank(plan, config, rank, config.context, "cpu")
     modules = {device: module(device) for device in ("cpu", "cuda")}
-    memory = RecordedAccount(sim.tape)
+    memory = RecordedAccount(sim.recording)
     with (
         simulated(modules),
         account.use(memory),
-        recording.begun(sim.tape),
+        recording.begun(sim.recording),
         recording.pause(),
     ):
         trainer = Trainer(plan, config, SimGroup.world_of(sim), optimizer=optimizer)

@@ -62,7 +62,7 @@ DIVISORS = ("matmul_share", "attention_share", "memory_share", "cache_factor", "
 
 
 class Priceable(Protocol):
-    """A kernel as simulate/trace.py has it; `size` of a matmul is (batch, m, k, n)."""
+    """A kernel as simulate/trace.py has it; `size` of a matmul is (matrices, m, k, n)."""
 
     @property
     def kind(self) -> str: ...

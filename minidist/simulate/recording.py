@@ -1,15 +1,14 @@
 """Chapter 24 · The recorder of a rank: kernels become segments, and these, calls and memory become
 events.
 
-    with recording.begun(Recording()) as tape:         # this thread's kernels go to `tape` from
-                                                       here on
+    with begun(Recording()) as recording:       # this thread's kernels go to `recording`
         ...
-        tape.start(call)                               # ends the segment: Busy(…), then Start(…)
-    tape.events
+        recording.start(call)                   # ends the segment: Busy(…), then Start(…)
+    recording.events
 
-Memory changes many times inside a segment. Of these only what matters to a clock is kept: what the
-categories rose by when the segment's total was highest, before its Busy, and what they fell by
-until its end, behind it.
+Memory changes many times inside a segment. Of these only what matters to a clock is kept: before
+its Busy the changes up to the moment at which the segment holds most, and behind its Busy the
+changes from then to its end.
 """
 
 import threading
@@ -151,14 +150,14 @@ class Recording:
 class RecordedMove:
     """A move whose work is done, and whose wait() is an event."""
 
-    def __init__(self, tape: Recording, number: int, result: Any) -> None:
-        self._tape = tape
+    def __init__(self, recording: Recording, number: int, result: Any) -> None:
+        self._recording = recording
         self._number = number
         self._result = result
 
     def wait(self) -> Any:
         """Return the work's result."""
-        self._tape.wait(self._number)
+        self._recording.wait(self._number)
         return self._result
 
     def done(self) -> bool:
@@ -169,51 +168,51 @@ class RecordedMove:
 class RecordedAccount(MemoryAccount):
     """The memory account of a rank that tells its changes to a recording as they happen."""
 
-    def __init__(self, tape: Recording) -> None:
+    def __init__(self, recording: Recording) -> None:
         super().__init__()
-        self._tape = tape
+        self._recording = recording
 
     def hold(self, array: Any, category: str) -> Any:
         """Hold the array as the account does. On a processor what Python does for an op counts too:
         each result goes through here once, forward and backward."""
-        if self._tape.device == "cpu" and not self._tape.paused:
-            self._tape.kernel("python", PYTHON, 0, 0)
+        if self._recording.device == "cpu" and not self._recording.paused:
+            self._recording.kernel("python", PYTHON, 0, 0)
         return super().hold(array, category)
 
     def _released(self, held: Any) -> None:
         super()._released(held)
-        self._tape.memory(held.category, -held.nbytes)
+        self._recording.memory(held.category, -held.nbytes)
 
     def _add(self, category: str, nbytes: int) -> None:
         super()._add(category, nbytes)
-        self._tape.memory(category, nbytes)
+        self._recording.memory(category, nbytes)
 
 
-class _Tapes(threading.local):
-    tape: Recording | None = None
+class _Active(threading.local):
+    recording: Recording | None = None
 
 
-active = _Tapes()
-"""active.tape: the recording of the rank that this thread simulates."""
+active = _Active()
+"""active.recording: the recording of the rank that this thread simulates."""
 
 
 @contextmanager
-def begun(tape: Recording) -> Iterator[Recording]:
-    """Record this thread's kernels on `tape` while the context lasts."""
-    before = active.tape
-    active.tape = tape
+def begun(recording: Recording) -> Iterator[Recording]:
+    """Record this thread's kernels on `recording` while the context lasts."""
+    before = active.recording
+    active.recording = recording
     try:
-        yield tape
+        yield recording
     finally:
-        active.tape = before
+        active.recording = before
 
 
 @contextmanager
 def pause() -> Iterator[None]:
     """Leave kernels out while the context lasts."""
-    tape = active.tape or Recording()
-    tape.paused += 1
+    recording = active.recording or Recording()
+    recording.paused += 1
     try:
         yield
     finally:
-        tape.paused -= 1
+        recording.paused -= 1

@@ -160,8 +160,8 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Return the share of all ranks' time in which they wait for other ranks, while none of
-        their bytes move."""
+        """Return the share of all ranks' time in which they wait for other ranks, in a pipeline or
+        not, while none of their bytes move."""
         return fsum(self.parts["idle"].values()) / self.step_seconds
 
     @cached_property
@@ -255,8 +255,8 @@ class Simulation:
 
     @property
     def joules(self) -> float | None:
-        """Return the joules of a step. A device takes its full watts while it computes, idle watts
-        while it waits, and the host's always.
+        """Return the joules of a step. A device takes its full watts while it is busy (waiting for
+        its host included), idle watts while it waits, and the host's always.
 
         Source: Fan et al. 2007: power grows linearly with utilization. A device without idle watts
         counts as full.

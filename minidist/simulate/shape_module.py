@@ -88,9 +88,9 @@ class Shapes:
     ) -> None:
         """Tell the recording of this thread, if there is one; what the host does for a GPU is of
         the kind "host"."""
-        tape = recording.active.tape
-        if tape is not None and not tape.paused:
-            tape.kernel(kind if tape.device == self.device else "host", dtype, flops, nbytes, size)
+        mine = recording.active.recording
+        if mine is not None and not mine.paused:
+            mine.kernel(kind if mine.device == self.device else "host", dtype, flops, nbytes, size)
 
     def memory_pass(
         self, shape: Shape, dtype: np.dtype, nbytes: float, operands: Iterable[tuple[Shape, Shape]]

@@ -34,7 +34,7 @@ from minidist.simulate import recording
 from minidist.simulate.counting_call import CountingCall, DeclaredPlace, DeclaredRows, SimTransport
 from minidist.simulate.sim_rank import SimRank
 
-_memory: dict[tuple[Any, ...], tuple[int, int, tuple[tuple[int, np.dtype], ...]]] = {}
+_remembered: dict[tuple[Any, ...], tuple[int, int, tuple[tuple[int, np.dtype], ...]]] = {}
 """What calls did that came before: bytes, messages, workspace."""
 NATIVE = "native"
 
@@ -50,7 +50,7 @@ class SimPending(Pending):
 
     def wait(self) -> Any:
         if self._number is not None:
-            self._sim.tape.wait(self._number)
+            self._sim.recording.wait(self._number)
             self._number = None
         return self._result
 
@@ -151,7 +151,7 @@ class SimGroup(Group):
             _, axis = self.ledger.labels(self.axis)
             self.ledger.record(axis, verb, "direct", array.nbytes)
         if peer != self.rank:
-            number = self.sim.tape.start(
+            number = self.sim.recording.start(
                 GroupCall(
                     self.name,
                     way,
@@ -321,14 +321,14 @@ class SimGroup(Group):
         self.ledger.record(axis, verb, name, call.nbytes, call.messages)
         number = None
         if self.size > 1:
-            number = self.sim.tape.start(
+            number = self.sim.recording.start(
                 GroupCall(
                     self.name,
                     verb,
                     NATIVE if self._by_library(array) else name,
                     array.nbytes if total is None else total,
                     blocks,
-                    name=self.sim.tape.name_of_next(self.axis),
+                    name=self.sim.recording.name_of_next(self.axis),
                     itemsize=array.dtype.itemsize,
                     dims=array.ndim,
                 )
@@ -348,11 +348,11 @@ class SimGroup(Group):
             return
         same = arrays["out"].owner is x.owner
         key = verb, name, arrays["op"], self.size, self.rank, x.size, x.dtype, same
-        if key not in _memory:
+        if key not in _remembered:
             function(call, **arrays)
-            _memory[key] = call.nbytes, call.messages, tuple(call.rooms)
+            _remembered[key] = call.nbytes, call.messages, tuple(call.rooms)
             return
-        call.nbytes, call.messages, rooms = _memory[key]
+        call.nbytes, call.messages, rooms = _remembered[key]
         held = [call.workspace(length, dtype) for length, dtype in rooms]
         del held
 

@@ -20,7 +20,7 @@ from minidist.simulate.recording import Recording
 
 
 class SimRank:
-    """One rank of a plan. Attributes: tape: its recording; lengths: tokens of a sequence, and
+    """One rank of a plan. Attributes: recording: what it did; lengths: tokens of a sequence, and
     of this rank of cp's part of one: what other axes divide further.
     """
 
@@ -29,7 +29,7 @@ class SimRank:
         self.config = config
         self.rank = rank
         self.size = plan.size
-        self.tape = Recording(device)
+        self.recording = Recording(device)
         self.ledger = Ledger(rank)
         self.lengths = tuple(dict.fromkeys((tokens, self._own_tokens(tokens))))
 

@@ -68,8 +68,8 @@ def simulate(
              rates: seconds of kernels (default: of the cluster's device). optimizer: as Trainer's.
              float32_gradients: as Megatron's main gradients (main_gradients.py), beside weights of
              two bytes.
-             traces: function that runs one rank and returns its trace (run_rank, or one that
-             remembers what it ran).
+             traces: no list, but the function that runs one rank and returns its trace (run_rank,
+             or a function that remembers what it ran).
     Returns: a Simulation (results.py).
     Raises:  ConfigError: an unknown cluster, or a link that is not there. PlanError: a plan that
              the model or the cluster cannot have.
@@ -84,13 +84,13 @@ def simulate(
         )
     cluster = cluster.slowed(slow_links) if slow_links else cluster
     placement = RankPlaces(plan, cluster, order or axis_order(plan.order))
-    # ranks are counted along ORDER, their places are not; one that is too large runs to its end,
-    # and tells how large
-    free = replace(plan, order=ORDER, device_memory=None)
+    # a rank is run without the plan's order, which only says where it lies, and without its memory
+    # limit: a rank that needs too much runs on, and the report says how much
+    unlimited = replace(plan, order=ORDER, device_memory=None)
     role_of = roles(plan, config, batch, norm=False)
     role_traces = [
         traces(
-            free,
+            unlimited,
             config,
             rank,
             rows=batch,

@@ -28,15 +28,15 @@ def _spans(found: Simulation, rank: int) -> Iterator[Span]:
     track = found.replayed.track(rank)
     times = found.replayed.times(rank)
     stations = found.replayed.stations_of(rank)
-    for place, (kind, which, _) in enumerate(track.ops):
+    for place, (kind, slot, _) in enumerate(track.ops):
         start = times[place] - found.begin
         stop = times[place + 1] - found.begin
         if kind == BUSY and stop > max(0.0, start):
-            work: Busy = track.works[which]
+            work: Busy = track.works[slot]
             yield Span(work.name, "compute", max(0.0, start), stop, {"microbatch": work.micro})
-    for slot, station in zip(track.slots, stations, strict=True):
-        if slot.kind in ROW_OF:
-            yield from _calls(found, station, ROW_OF[slot.kind])
+    for each, station in zip(track.slots, stations, strict=True):
+        if each.kind in ROW_OF:
+            yield from _calls(found, station, ROW_OF[each.kind])
 
 
 def _calls(found: Simulation, station: Station, row: str) -> Iterator[Span]:

@@ -65,7 +65,7 @@ class Link(NamedTuple):
     name: str  # "node3.nic0-out", …
     alpha: float  # seconds
     bandwidth: float  # bytes a second
-    tier: str  # the name of its Wire
+    wire: str  # the name of its Wire
     overhead: float = 0.0
     gamma: float = 0.0
     crowd: float = 0.0

@@ -20,7 +20,7 @@ both. Its rules, with the five numbers of comm/cost/link_model.py on each link:
     A round that repeats is played until it delays every rank and every link by the same time; the
     rest of its repeats are multiplied.
 
-To each call the cluster's `call_seconds` are added.
+To each call but the library's (`native`) the cluster's `call_seconds` are added.
 
 On links that are all alike an algorithm takes what comm/cost/critical_path.py says, to the last
 digit. There is one exception: for a tree's way down among P ranks that are no power of two,
@@ -119,10 +119,10 @@ def call_cost(call: Priced, members: Sequence[int], cluster: Cluster) -> CallCos
     return found
 
 
-_Memory = dict[tuple[str, str, Operands, tuple[int, ...]], CallCost]
+_Remembered = dict[tuple[str, str, Operands, tuple[int, ...]], CallCost]
 
 
-def _costs(cluster: Cluster) -> _Memory:
+def _costs(cluster: Cluster) -> _Remembered:
     return cluster.topology.__dict__.setdefault("_costs", {})  # type: ignore[no-any-return]
 
 

@@ -55,6 +55,7 @@ def test_the_report_fits_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path
         "MFU",
         "forward",
         "waits for others",
+        "computes: with the time in which the device waits for its host",
         "optimizer",
         "fits",
         "kWh",
@@ -132,7 +133,10 @@ def test_a_cluster_of_each_maker(capsys: pytest.CaptureFixture[str], cluster: st
     """No source states the bandwidth of the memory of a TPU's host: only a plan that offloads needs
     it."""
     precision = ("--precision", "fp16") if cluster == "v100:4" else ()
-    assert "s a step" in said(capsys, *JOB, "--cluster", cluster, *precision)
+    out = said(capsys, *JOB, "--cluster", cluster, *precision)
+    assert "s a step" in out
+    # a TPU runs a step as one program
+    assert ("waits for its host" in out) == (not cluster.startswith("tpu"))
     if cluster == "v100:4":
         assert main([*JOB, "--cluster", cluster]) == 2
         assert "no rate for bfloat16; use --precision fp32 or fp16" in capsys.readouterr().err

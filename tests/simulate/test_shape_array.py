@@ -20,18 +20,18 @@ from minidist.simulate.trace import Kernel
 
 
 @pytest.fixture
-def tape() -> Iterator[Recording]:
+def recorded() -> Iterator[Recording]:
     """What a GPU would run."""
     with recording.begun(Recording()) as begun:
         yield begun
 
 
-def kernels(tape: Recording) -> dict[Kernel, int]:
+def kernels(recorded: Recording) -> dict[Kernel, int]:
     """Return what ran since the last look."""
-    seen = len(tape.events)
-    tape.flush()
-    found: list[Any] = [event.work for event in tape.events[seen:]]  # type: ignore[union-attr]
-    return {kernel: times for work in found for kernel, times in tape.segments[work]}
+    seen = len(recorded.events)
+    recorded.flush()
+    found: list[Any] = [event.work for event in recorded.events[seen:]]  # type: ignore[union-attr]
+    return {kernel: times for work in found for kernel, times in recorded.segments[work]}
 
 
 def views(draw: random.Random, arrays: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -127,18 +127,18 @@ def test_a_pass_has_as_many_inner_loops_as_numpys(seed: int, sizes: list[int]) -
 
 def test_passes_of_a_host_tell_their_inner_loops() -> None:
     xp = module("cpu")
-    with recording.begun(Recording("cpu")) as tape:
+    with recording.begun(Recording("cpu")) as recorded:
         x = xp.empty((6, 8), np.float32)
         bias = xp.empty((8,), np.float32)
         _ = x * 2.0, x[:3] + x[3:], x.reshape(-1).sum()
-        assert {kernel.size for kernel in kernels(tape)} == {()}
+        assert {kernel.size for kernel in kernels(recorded)} == {()}
         _ = x + bias, x.sum(axis=0), x.sum(axis=-1), x.max(axis=0, keepdims=True)
-        assert {kernel.size for kernel in kernels(tape)} == {(6,)}
+        assert {kernel.size for kernel in kernels(recorded)} == {(6,)}
         _ = x[:, :4] * 2.0, x[:, 4:].copy()
         x[:, 4:] = x[:, :4]
-        assert {kernel.size for kernel in kernels(tape)} == {(6,)}
+        assert {kernel.size for kernel in kernels(recorded)} == {(6,)}
         _ = x.T.copy()
-        assert {kernel.size for kernel in kernels(tape)} == {(8,)}
+        assert {kernel.size for kernel in kernels(recorded)} == {(8,)}
 
 
 def test_the_account_counts_a_buffer_once() -> None:
@@ -184,32 +184,32 @@ def test_results_have_numpys_dtype(ufunc: np.ufunc, kinds: tuple[Any, Any]) -> N
     assert xp.empty((2, 2), a.dtype).sum(axis=0).dtype == np.ones((2, 2), a.dtype).sum(axis=0).dtype
 
 
-def test_an_operation_is_a_kernel_with_its_bytes(tape: Recording) -> None:
+def test_an_operation_is_a_kernel_with_its_bytes(recorded: Recording) -> None:
     xp = module("cuda")
     a = xp.empty((8, 16), np.float32)
     b = xp.empty((16, 4), np.float32)
     product = a @ b
-    assert kernels(tape) == {
+    assert kernels(recorded) == {
         Kernel("matmul", "float32", 2.0 * 8 * 16 * 4, 4.0 * (128 + 64 + 32), (1, 8, 16, 4)): 1
     }
     np.multiply(product, 2.0, out=product)
     product *= 2.0
-    assert kernels(tape) == {Kernel("memory", "float32", 0, 4.0 * 2 * 32): 2}
+    assert kernels(recorded) == {Kernel("memory", "float32", 0, 4.0 * 2 * 32): 2}
     total = product.T[1:].sum(axis=1)
-    assert kernels(tape) == {Kernel("memory", "float32", 0, 4.0 * (24 + 3)): 1}
+    assert kernels(recorded) == {Kernel("memory", "float32", 0, 4.0 * (24 + 3)): 1}
     total[0:2] += product[0, :2]
     # and no copy of the view to itself
-    assert kernels(tape) == {Kernel("memory", "float32", 0, 4.0 * 6): 1}
+    assert kernels(recorded) == {Kernel("memory", "float32", 0, 4.0 * 6): 1}
     assert total.reshape(3, 1).base is total
-    assert kernels(tape) == {}
+    assert kernels(recorded) == {}
     with recording.pause():
         assert isinstance(a + 1, ShapeArray)
-    assert kernels(tape) == {}
+    assert kernels(recorded) == {}
     module("cpu").empty(2).copy()
-    assert [kernel.kind for kernel in kernels(tape)] == ["host"]
+    assert [kernel.kind for kernel in kernels(recorded)] == ["host"]
 
 
-def test_kernels_of_the_project_run_as_one(tape: Recording) -> None:
+def test_kernels_of_the_project_run_as_one(recorded: Recording) -> None:
     from minidist.autograd import ops
     from minidist.autograd.tensor import Tensor
 
@@ -219,12 +219,12 @@ def test_kernels_of_the_project_run_as_one(tape: Recording) -> None:
     )
     y = ops.causal_attention(x, k, v)
     pairs = 2 * 4 * 32 * 32 / 2
-    found = [kernel for kernel in kernels(tape) if kernel.kind == "attention"]
+    found = [kernel for kernel in kernels(recorded) if kernel.kind == "attention"]
     assert [kernel.flops for kernel in found] == [2 * 2 * pairs * 64]
     assert found[0].nbytes == 4 * 2 * 4 * 32 * 64 * 2 + 2 * 4 * 32 * 4
     y.backward(module("cuda").empty(y.shape, "bfloat16"))
     assert (
-        sum(kernel.flops for kernel in kernels(tape) if kernel.kind == "attention")
+        sum(kernel.flops for kernel in kernels(recorded) if kernel.kind == "attention")
         == 2 * 7 * pairs * 64
     )
     assert x.grad is not None and x.grad.shape == x.shape

@@ -119,12 +119,13 @@ def plain_diloco(
 # without meetings. One step:
 #   start_step        takes this rank's rows; it has no PassLoop, because ranks meet seldom
 #   inner_step        forward, backward and the inner optimizer, of this rank's rows; no message
-#   scalars           starts an all-gather of the loss; GatheredLoss.wait reads it
+#   loss_group        its all-gather of the loss starts; GatheredLoss.wait reads it
 #   _meet             every H-th step:
-#   _send             the outer gradient, common (`fragment.data`) - own (`fragment.own`), times
-#                     this rank's share of the rows; one all-reduce per stretch of 4 MiB
-#   _take_outer_step  waits for the sums; a step of the outer optimizer on `fragment.data`
-#   _merge            copies `fragment.data` to `fragment.own`: all ranks continue from it
+#     _send               the outer gradient, common (`fragment.data`) - own (`fragment.own`), times
+#                         this rank's share of the rows; one all-reduce per stretch of 4 MiB
+#     _merge              calls _take_outer_step, then copies `fragment.data` to `fragment.own`: all
+#                         ranks continue from it
+#       _take_outer_step  waits for the sums; a step of the outer optimizer on `fragment.data`
 
 
 class GatheredLoss(LateLoss):
@@ -206,8 +207,9 @@ class LocalSteps(Strategy):
         self.scheme.attach(
             [stretch.run for fragment in self.fragments for stretch in fragment.stretches]
         )
-        self.scalars = group.split(0, axis=group.axis)  # losses do not queue behind outer gradients
-        self.diverged = self  # this object has the common state
+        # losses do not queue behind outer gradients
+        self.loss_group = group.split(0, axis=group.axis)
+        self.common_state_of = self  # this object has the common state
 
     # --------------------------------------------------------------------------------------- a step
 
@@ -225,9 +227,9 @@ class LocalSteps(Strategy):
 
         Args:    as Strategy.step; clip: bound of the norm of this rank's own gradient.
         Returns: the mean over all rows, each by the weights of the rank that has it.
-        Cost:    each step one small all-gather of the loss (`scalars`); each `every`-th step also
-                 one sum of each stretch (streaming: of the stretches of the fragment whose turn it
-                 is).
+        Cost:    each step one small all-gather of the loss (`loss_group`); each `every`-th step
+                 also one sum of each stretch (streaming: of the stretches of the fragment whose
+                 turn it is).
         """
         part = part_of(batch, size=self.group.size, rank=self.group.rank)
         rows = rows_of_all(batch, self.group.size)
@@ -238,9 +240,9 @@ class LocalSteps(Strategy):
         self.steps += 1
         with self.group.ledger.control():
             record = share_record(mean * row_fraction, batch)
-            pending = self.scalars.start_all_gather(record, algorithm="ring")
+            pending = self.loss_group.start_all_gather(record, algorithm="ring")
         self._meet(row_fraction)
-        return GatheredLoss(pending, self.scalars)
+        return GatheredLoss(pending, self.loss_group)
 
     def _meet(self, row_fraction: float) -> None:
         """After a step: if the ranks meet now, send, take the outer step, and continue from the
@@ -360,7 +362,7 @@ class LocalSteps(Strategy):
 
     @property
     def rank(self) -> int:
-        """The rank that these weights and inner state belong to (Strategy.diverged)."""
+        """The rank that these weights and inner state belong to (Strategy.common_state_of)."""
         return self.group.rank
 
     def common_state(self) -> Iterator[tuple[str, str, Array]]:

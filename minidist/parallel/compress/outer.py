@@ -16,7 +16,7 @@ from minidist.parallel.step.scheme import GradientRun
 
 
 class Outer(NamedTuple):
-    """The outer optimizer: SGD on outer gradients."""
+    """The numbers of an outer optimizer; `make` makes it: SGD on outer gradients."""
 
     lr: float
     momentum: float = 0.0

@@ -95,10 +95,10 @@ class Predict(TwoPhase):
                 if run.verb == "all_reduce":
                     self.private[f"q.{index}"] = zeros_for(run, run.size)
 
-    def encode(self, kind: str, index: int, values: Array, number: int, first: int) -> Array:
+    def encode(self, side: str, index: int, values: Array, number: int, first: int) -> Array:
         start = bounds(self.runs[index].size, self.runs[index].group.size)[number]
-        kept = self.errors[kind, index][first : first + len(values)]
-        predicted = self.private[f"{'p' if kind == WORKER else 'q'}.{index}"][
+        kept = self.errors[side, index][first : first + len(values)]
+        predicted = self.private[f"{'p' if side == WORKER else 'q'}.{index}"][
             start : start + len(values)
         ]
         with np.errstate(over="ignore", invalid="ignore"):
@@ -111,10 +111,10 @@ class Predict(TwoPhase):
                 and float(kept @ kept) <= self.tolerance**2 * length
             ):
                 return array_module(values).zeros(1, np.uint8)
-            payload = self.codec.encode(kept, self.draw(kind, index, number))
+            payload = self.codec.encode(kept, self.draw(side, index, number))
             sent = self.codec.decode(payload, len(kept), kept.dtype)
             kept -= sent
-        if kind == WORKER:
+        if side == WORKER:
             self._learn(predicted, sent)  # q learns when the sum is there, on all ranks
         kept[~array_module(kept).isfinite(kept)] = 0
         return payload

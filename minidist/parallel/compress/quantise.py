@@ -13,8 +13,8 @@ Two code books:
 and two roundings. To the nearest the error is smallest, but always the same for the same number:
 what is lost must be fed back. Stochastic rounding takes one of the two neighbours, the nearer one
 more often, so that the mean is the number itself: errors cancel over ranks and steps, and no
-residual is needed. Its random numbers are a hash of scheme, bucket, rank and step
-(device/backend.py), so a second run rounds the same way.
+residual is needed. Its random numbers are a hash of seed, bucket (its first parameter), phase,
+rank, chunk and step (TwoPhase.draw, device/backend.py), so a second run rounds the same way.
 
 Bytes of m numbers in blocks of k: 4 ceil(m/k) for the scales, then m codes (8 bits) or ceil(m/2)
 bytes of two codes. At k = 128: 1.03 and 0.53 bytes a number, of float32's 4.

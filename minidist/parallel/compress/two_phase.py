@@ -153,15 +153,19 @@ class TwoPhase(Chained):
                 total += self.codec.decode(payload, count, kind)
         return total
 
-    def encode(self, kind: str, index: int, values: Array, number: int, first: int) -> Array:
-        """Return the bytes of a chunk, and keep its error; `number`: which chunk; `first`: where it
-        begins in the bucket."""
-        error = self.errors.get((kind, index))
+    def encode(self, side: str, index: int, values: Array, number: int, first: int) -> Array:
+        """Return the bytes of a chunk, and keep its error.
+
+        Args:    side: WORKER (phase 1) or SERVER (phase 2). number: which chunk. first: where its
+                 error begins in `errors[side, index]`; in phase 2 at 0, because an owner keeps only
+                 its own chunk's.
+        """
+        error = self.errors.get((side, index))
         if error is None:
-            return self.codec.encode(values, self.draw(kind, index, number))
+            return self.codec.encode(values, self.draw(side, index, number))
         kept = error[first : first + len(values)]
         kept += values
-        payload = self.codec.encode(kept, self.draw(kind, index, number))
+        payload = self.codec.encode(kept, self.draw(side, index, number))
         with np.errstate(invalid="ignore"):
             kept -= self.codec.decode(payload, len(values), values.dtype)
         # of an overflow nothing is kept: the step is skipped
@@ -172,7 +176,7 @@ class TwoPhase(Chained):
         """Return the sum of a chunk, which begins at `first`, from what phase 2 has brought."""
         return chunk
 
-    def draw(self, kind: str, index: int, number: int) -> RandomStream:
+    def draw(self, side: str, index: int, number: int) -> RandomStream:
         """Return the source of random numbers for a chunk of this step."""
         run = self.runs[index]
         step = self.counters["steps"]
@@ -180,7 +184,7 @@ class TwoPhase(Chained):
         # a large parameter may lie in several buckets
         begin = f"[{inside.start}]" if inside.start else ""
         return RandomStream(
-            f"{parameter.name}{begin}/{kind}/{run.group.rank}/{number}/{step}", self.seed, 0
+            f"{parameter.name}{begin}/{side}/{run.group.rank}/{number}/{step}", self.seed, 0
         )
 
 

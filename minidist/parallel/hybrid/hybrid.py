@@ -368,7 +368,7 @@ class Trainer:
                  ranks read different weights.
         """
         require_together(self.strategy)
-        if self.strategy.diverged is not None:
+        if self.strategy.common_state_of is not None:
             raise CheckpointError("set_weights: ranks with local steps have weights of their own")
         set_weights(self.strategy, self.optimizer, read)
         self.strategy.check_replicas(self.world, when="after set_weights")
@@ -479,13 +479,15 @@ class Trainer:
         loss.
         """
         self.world.tell_step(self.steps_done)
-        # what chapters 19 and 20 move to host or disk; without a keeper the store, again
+        # a keeper's moves (chapter 19) are counted beside the store's (chapter 20); without a keeper
+        # these are the store's again
         moves = (self.keeper or self.store).traffic
+        # outside of the phase "step", because only some steps compare batches here: so every step's
+        # ledger has the same calls
         batch = self._meeting.take(
             batch,
             step=self.steps_done,
             local=local,
-            # before the step: all steps make the same calls
             context=self.config.context,
         )
         with (

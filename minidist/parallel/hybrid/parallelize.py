@@ -3,6 +3,7 @@
     parallelize      everything: with the data axis only, or divided and then composed
     divide           tensor, experts, context: the inside of the layers
     compose          the pipeline's stages, the weights, and the data axis around all of it
+    replicate        the data axis without any other
 
 Read it from the top: each call names the class of a chapter; a Trainer constructs the same classes
 that the chapters show. A chapter's module is imported when a plan needs it, so a process loads only
@@ -237,14 +238,14 @@ def make_data_axis(
         options["scheme"] = scheme
     # offload=optimizer without zero, which only a group of one rank may have: by ZeRO-2, whose
     # gradients leave the device bucket by bucket
-    stage = plan.zero or (2 if plan.offload == "optimizer" else 0)
-    if not stage and scheme is None and group.size == 1:
+    zero = plan.zero or (2 if plan.offload == "optimizer" else 0)
+    if not zero and scheme is None and group.size == 1:
         del options["algorithm"]  # one copy: there is no sum over a data axis
         return Single(model, **options)
-    if stage:
+    if zero:
         options["shard"] = plan.shard
         options["store"] = store
-    match stage:
+    match zero:
         case 0:
             from minidist.parallel.data.ddp import DDP
 

@@ -64,7 +64,7 @@ class Record:
         dtype = np.dtype(dtype)
         region = self.regions[key] = Region(self.nbytes, count * dtype.itemsize, dtype)
         size = -(-region.nbytes // PAGE) * PAGE
-        with told(self.label, f"reserve {region.nbytes:,} bytes for {key}"):
+        with naming_the_file(self.label, f"reserve {region.nbytes:,} bytes for {key}"):
             reserve(self.fd, region.offset, 0 if is_simulated() else size)
         self.nbytes += size
 
@@ -86,7 +86,7 @@ class Record:
         data = bytes_view(np.ascontiguousarray(to_host(array)))
         region = self.regions[key]
         done = 0
-        with told(self.label, f"{verb} {region.nbytes:,} bytes of {key}"):
+        with naming_the_file(self.label, f"{verb} {region.nbytes:,} bytes of {key}"):
             while done < region.nbytes:
                 moved = call(self.fd, [data[done:].data], region.offset + done)
                 if not moved:
@@ -98,20 +98,20 @@ class Record:
         return sum(self.regions[key].nbytes for key in keys)
 
     @property
-    def master(self) -> str:
-        """The region of what an optimizer updates."""
+    def master_key(self) -> str:
+        """The key of the region that an optimizer updates."""
         return "master" if "master" in self.regions else "weights"
 
     @property
     def needed(self) -> list[str]:
         """The regions that an update reads: all, but weights that are a rounding of their
         masters."""
-        return [key for key in self.regions if key != "weights" or self.master == "weights"]
+        return [key for key in self.regions if key != "weights" or self.master_key == "weights"]
 
 
 @contextmanager
-def told(name: str, what: str) -> Iterator[None]:
-    """An OSError inside becomes a DiskError that names the file and the operation."""
+def naming_the_file(name: str, what: str) -> Iterator[None]:
+    """Turn an OSError inside into a DiskError that names the file and the operation."""
     try:
         yield
     except OSError as error:
@@ -217,10 +217,10 @@ class Disk:
                 "free; free some space, or name another folder with --offload-dir"
             )
 
-    def record(self, name: str) -> Record:
-        """A new file without a region, and without a name in the folder."""
+    def new_record(self, name: str) -> Record:
+        """Make a file without a region, and without a name in the folder; return its record."""
         label = f"{self.who}, {name} in {self.folder}"
-        with told(label, "make a file"), tempfile.TemporaryFile(dir=self.folder) as file:
+        with naming_the_file(label, "make a file"), tempfile.TemporaryFile(dir=self.folder) as file:
             self.records.append(Record(name, label, os.dup(file.fileno())))
         return self.records[-1]
 

@@ -22,7 +22,7 @@ with masters in float32):
                   one device     OnHost, ZeRO-2        OnDisk, ZeRO-3
     device        16Ψ (16Ψ)      4Ψ (2Ψ)               two units and the root
                                  and three buckets     and gradients of three units
-    host                         16Ψ/P (14Ψ/P)         `buffers` records
+    host                         16Ψ/P (14Ψ/P)         `buffers` records (a record: a run's file)
     disk                                               16Ψ/P (16Ψ/P), on whole pages
 
 Of the three buckets (units) one fills, one is reduced, one goes down. The host has master, m, v and
@@ -31,11 +31,12 @@ gradients.
 ZeRO-1 keeps its gradients on the device, so OnHost saves 8Ψ (12Ψ) there; with ZeRO-3 the device
 holds 4Ψ/P (2Ψ/P).
 
-Traffic, a step and rank, A backward passes, w bytes a weight and a gradient, each Ψ/P long; K the
-optimizer's bytes a parameter, the master's among them in mixed precision:
+Traffic, a step and rank (times Ψ/P where it is not written), A backward passes, w bytes a weight
+and a gradient; K the optimizer's bytes a parameter, the master's among them in mixed precision:
 
     OnHost   device to host    A w Ψ/P      gradients (ZeRO-1: once, whatever A)
-             host to device    w Ψ/P        new weights; A = 1 in fp16: 2Ψ + 2Ψ, as in the paper
+             host to device    w Ψ/P        new weights
+             Both at A = 1, P = 1 in fp16: 2Ψ + 2Ψ, as in the paper.
     OnDisk   disk to host      2A w         weights, before forward and backward (the root's once)
                                + (A-1) w    gradients so far
                                + w + K'     for the update: gradients, masters and states (K' = K,
@@ -52,10 +53,10 @@ that sum is made at the end of the step, from host to host: nothing moves for it
 OnDisk reads and writes these gradients once more. In a pipeline each microbatch is a pass of ZeRO-2
 and 3.
 
-Weights are read ahead of their unit, gradients are written behind the next one's backward, and the
-update of a run hides the read of the next and the write of the last. The number of buffers bounds
-what is in flight: one is enough, and hides nothing. The arithmetic and its order do not change: the
-same bits as without. OnDisk is in offload_disk.py.
+Weights are read ahead of their unit, gradients are written behind the backward of the unit after the
+next, and the update of a run hides the read of the next and the write of the last. The number of
+buffers bounds what is in flight: one is enough, but then no read is begun early. The arithmetic and
+its order do not change: the same bits as without. OnDisk is in offload_disk.py.
 
 notes:   N2 §10.2
 Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"; Rajbhandari et
@@ -159,8 +160,8 @@ class OffDevice(ShardStore, ABC):
         return self._going
 
     def before_buffer(self) -> None:
-        """Wait for what is on its way down, under a limit: else how much is held would depend on
-        how fast it goes."""
+        """With a memory limit, wait until what is on its way down has left: so the peak does not
+        depend on the speed of the bus."""
         if self._going is not None and account.current().limit is not None:
             self._going.wait()
 

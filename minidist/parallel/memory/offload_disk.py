@@ -2,8 +2,8 @@
 through buffers.
 
 offload.py has the idea, what lies where, and the traffic in bytes. Here is the store. With prefetch
-the read of a unit hides behind the computation of the one before; without a free buffer it begins
-when the unit needs it.
+the read of a unit hides behind the computation of the unit two before it; without a free buffer it
+begins when the unit needs it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,7 +101,7 @@ class OnDisk(OffDevice):
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
         """Write the weights to disk; the device may forget them."""
         if flat not in self.files:
-            record = self.disk.record(name)
+            record = self.disk.new_record(name)
             record.add("weights", flat.dtype, flat.chunk_size)
             self.files[flat] = RunOnDisk(record)
         self.files[flat].record.write("weights", weights)
@@ -122,7 +122,7 @@ class OnDisk(OffDevice):
             record.write("master", master)
         shape = (flat.chunk_size,)
         run.pieces = self.stored_pieces(
-            flat, absent(record.regions[record.master].dtype, shape), absent(flat.dtype, shape)
+            flat, absent(record.regions[record.master_key].dtype, shape), absent(flat.dtype, shape)
         )
         return list(run.pieces)
 
@@ -219,7 +219,7 @@ class OnDisk(OffDevice):
                 loan, ahead = self._read_with_next(record, ahead, following)
                 outside = [(slot.weights.data, slot.weights.grad, slot.state) for slot in some]
                 for slot in some:
-                    move_in(slot, loan.arrays, record.master)
+                    move_in(slot, loan.arrays, record.master_key)
                 yield from some
                 for slot, arrays in zip(some, outside, strict=True):
                     move_out(slot, *arrays)
@@ -256,7 +256,7 @@ class OnDisk(OffDevice):
     def master(self, flat: Flat) -> Array:
         """Return a copy, read from disk."""
         record = self.files[flat].record
-        return self._read_now(record, record.master)
+        return self._read_now(record, record.master_key)
 
     def _read_now(self, record: Record, key: str) -> np.ndarray:
         loan = self.disk.start_read(record, [key])

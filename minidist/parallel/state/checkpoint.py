@@ -201,7 +201,7 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
                 f"{type(optimizer).__name__}; use the same optimizer"
             )
         apart = ranks_apart(there)
-        if apart and strategy.diverged is None:
+        if apart and strategy.common_state_of is None:
             raise CheckpointError(
                 f"{folder}: was saved with local steps by {apart} ranks, each with its own state; "
                 "continue with local steps"
@@ -210,7 +210,7 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
             require_told(folder, state, "local steps")
             places = [of_rank(place, group.rank % apart) for place in places]
             there -= {key for key in there if taken_by(key) >= group.size}
-        elif strategy.diverged is not None:
+        elif strategy.common_state_of is not None:
             places = [of_all(place) for place in places]
             state["local steps"] = about.get("steps_done", 0)
         wanted = zip(

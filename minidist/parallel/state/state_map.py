@@ -94,9 +94,9 @@ def state_places(
     """
     require_together(strategy)
     names = _names(strategy)
-    diverged = strategy.diverged
+    common = strategy.common_state_of
     places = []
-    mark = "" if diverged is None else f"{OF_RANK}{diverged.rank}"
+    mark = "" if common is None else f"{OF_RANK}{common.rank}"
     for slot in optimizer.slots:
         owner, part = _owner_of(slot.weights)
         name = _whole_name(names[owner], owner)
@@ -182,9 +182,9 @@ def set_weights(
 
 
 def _in_common(strategy: Strategy) -> Iterator[tuple[str, str, Array]]:
-    """Yield (kind, name, array) of the common state of ranks that have diverged; nothing for other
-    strategies."""
-    return iter(()) if strategy.diverged is None else strategy.diverged.common_state()
+    """Yield (kind, name, array) of the common state of ranks that also have a state of their own;
+    nothing for other strategies."""
+    return iter(()) if strategy.common_state_of is None else strategy.common_state_of.common_state()
 
 
 def ranks_apart(keys: Iterable[str]) -> int:
@@ -215,7 +215,7 @@ def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
     """Return this rank's state that is not in arrays, as JSON: the number of updates of each whole
     tensor, and the precision's state."""
     kept = described(strategy, whole_names(strategy))
-    diverged = strategy.diverged
+    common = strategy.common_state_of
     return {
         "updates": {
             name: slot.steps
@@ -224,7 +224,7 @@ def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
         },
         "precision": strategy.precision.state(),
         **({"scheme": kept} if kept else {}),
-        **({} if diverged is None else {"local steps": diverged.steps}),
+        **({} if common is None else {"local steps": common.steps}),
     }
 
 
@@ -246,8 +246,8 @@ def set_small_state(
     for name, slot in _slots_by_name(strategy, optimizer):
         slot.steps = state["updates"].get(name, 0)
     strategy.precision.load_state(state["precision"])
-    if strategy.diverged is not None:
-        strategy.diverged.begin_at(state["local steps"])
+    if strategy.common_state_of is not None:
+        strategy.common_state_of.begin_at(state["local steps"])
     left_out = take_counters(strategy, state.get("scheme", {}))
     if left_out and rank == 0:
         say_line(f"minidist: {left_out}")

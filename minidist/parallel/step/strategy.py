@@ -57,8 +57,9 @@ class Strategy(ABC):
     Attributes: model, loss, precision, recorder; parameters: the arguments for the optimizer.
                 asynchronous: each rank makes steps of its own, so the ranks are never at the same
                 step.
-                diverged: the object that has the common state (steps, common_state, begin_at), if
-                ranks have weights and state of their own (local steps); None: ranks are equal.
+                common_state_of: the object that has the common state (steps, common_state,
+                begin_at), if ranks have weights and state of their own (local steps); None: ranks
+                are equal.
                 scheme: the form in which gradients are sent, if the strategy has a choice.
                 pipeline: runs this rank's stages (a StageModel), if there are several.
     """
@@ -69,7 +70,7 @@ class Strategy(ABC):
     recorder: Recorder
     parameters: list[Any]
     asynchronous = False
-    diverged: Any = None
+    common_state_of: Any = None
     scheme: Scheme | None = None
     pipeline: Any = None
 

@@ -121,7 +121,8 @@ class GradientShards:
             self.sharing.start_sum_of_copies(index, shard, f"{self.what} {index}")
 
     def take_sum(self) -> None:
-        """Wait for the run in flight, add its sum to the shard, and free its buffer."""
+        """Wait for the run in flight, add its sum to the shard, and free its buffer (with a store
+        off the device: when the sum has gone down)."""
         if self._in_flight is None:
             return
         index, pending, add = self._in_flight

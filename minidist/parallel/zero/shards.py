@@ -254,7 +254,7 @@ class ShardStore:
         """Take note that `weights` is called soon; only chapter 20's disk store reads."""
 
     def before_buffer(self) -> None:
-        """Wait where a new gradient buffer would exceed the device's limit
+        """With a memory limit: wait until gradients on their way down have left the device
         (GradientShards._lend)."""
 
     def wait_for_gradients(self) -> None:

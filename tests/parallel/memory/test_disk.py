@@ -34,7 +34,7 @@ def disk(buffers: int = 2, **options: object) -> Disk:
 def test_what_is_written_is_read(counts: list[int], buffers: int, dtype: type) -> None:
     """Also right behind the write, through one buffer, of any dtype and of nothing at all."""
     place = disk(buffers)
-    record = place.record("some")
+    record = place.new_record("some")
     values = {}
     for number, count in enumerate(counts):
         record.add(str(number), dtype, count)
@@ -54,7 +54,7 @@ def test_what_is_written_is_read(counts: list[int], buffers: int, dtype: type) -
 
 def test_a_region_is_zero_until_it_is_written() -> None:
     place = disk()
-    record = place.record("some")
+    record = place.new_record("some")
     record.add("m", np.float32, 1000)
     loan = place.start_read(record, ["m"])
     assert not loan.wait().arrays["m"].any()
@@ -64,7 +64,7 @@ def test_a_region_is_zero_until_it_is_written() -> None:
 
 def test_buffers_are_bounded_and_one_is_left_for_who_must_have_it() -> None:
     place = disk(2)
-    record = place.record("some")
+    record = place.new_record("some")
     record.add("w", np.float32, 10)
     first = place.lend(record)
     assert not place.has_spare()  # nobody reads ahead with the last one
