@@ -146,12 +146,6 @@ class Call(RunningCall):
         for observer in self.ledger.observers:
             observer.on_made(self, False)
 
-    def wait_ended(self, start: float) -> None:
-        """Notify the observers that the program has waited for the end of this call since
-        `start`."""
-        for observer in self.ledger.observers:
-            observer.on_wait(self, start)
-
     @property
     def _header(self) -> CallHeader:
         """Return the parsed header, for a detailed comparison with a header that does not begin as
@@ -341,7 +335,9 @@ class Call(RunningCall):
     ) -> np.ndarray:
         """Send a block to `dst` and receive one from `src` at once; return the received block."""
         received, arrived = self.start_recv_block(src, place, like=outgoing)
-        self.wait([received, self.start_send_block(dst, outgoing, step=step, chunk=chunk)])
+        sent = self.start_send(dst, outgoing, block=True, step=step, chunk=chunk)
+        received.wait()  # first, as in exchange
+        sent.wait()
         return arrived[0]
 
     # ------------------------------------------------------------------------------------- the rest
@@ -358,7 +354,8 @@ class Call(RunningCall):
         sent = self._transport.start_send(
             self.world_ranks[self.next_rank], self._tag, _NOTHING, self.meta
         )
-        self.wait([received, sent])
+        received.wait()
+        sent.wait()
 
     @property
     def lends(self) -> bool:
