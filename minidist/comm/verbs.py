@@ -1,5 +1,5 @@
-"""The part of each collective verb before its algorithm runs: choose the device, check the
-arguments, prepare the result.
+"""The part of each collective verb before its algorithm runs: choose the device and the algorithm
+(collectives/select.py), check the arguments, prepare the result.
 
 A function here returns a Call that is ready to run: now in the caller's thread, or later in the
 group's worker. Errors in this rank's own arguments are raised here, at once; disagreement between

@@ -207,6 +207,8 @@ class CallWorker:
                     return None
 
     def _carry_out(self, pending: PendingCall) -> None:
+        """Run the call's algorithm, call.work (verbs.py has chosen it); keep its result or error
+        for wait()."""
         call = pending.call
         try:
             with pending.program, call:
