@@ -148,8 +148,8 @@ class Call(RunningCall):
 
     @property
     def _header(self) -> CallHeader:
-        """Return the parsed header, for a detailed comparison with a header that does not begin as
-        this call's."""
+        """Return the object that compares this call's header in detail with a header that does not
+        begin as this call's."""
         return CallHeader(self.signature, self._group, self.signature.pack()[0], self.meta)
 
     def settle(self, result: Any) -> Any:
@@ -199,12 +199,12 @@ class Call(RunningCall):
         if self.ledger.message_observers and into is not _NOTHING:
             watches = self._watches_of_receive(src, into.nbytes)
         into = into.reshape(-1)
-        known = self.meta
+        expected = self.meta
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
             for watch in watches:
                 watch.accepted(nbytes)
-            if not meta.startswith(known):
+            if not meta.startswith(expected):
                 self._header.compare(meta, src)
             if nbytes != into.nbytes:
                 raise self._header.refusal(
@@ -218,7 +218,7 @@ class Call(RunningCall):
 
         target = None if watches else into  # watches are told of every header
         handle = self._transport.start_recv(
-            self.world_ranks[src], self._tag, accept, reduce, (known, into.nbytes, target)
+            self.world_ranks[src], self._tag, accept, reduce, (expected, into.nbytes, target)
         )
         return ObservedTransfer(handle, watches) if watches else handle
 
