@@ -26,7 +26,7 @@ added up before they are sent):
     messages     2(P-1) × buckets; a bucket above 4 MiB goes round in parts of at most 4 MiB, and
                  2(P-1) is for each part (a parameter larger than `bucket_bytes` is a bucket of its
                  own: collectives/ring.py)
-    control      one float64: the loss
+    control      one float64, the loss, and with a Trainer two digests of its batch
 
 The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
 
