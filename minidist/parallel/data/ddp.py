@@ -197,9 +197,7 @@ class DDP(DataAxis):
         if self._recorded is not None:
             self._follow(self._recorded)
         with self.recorder.span("backward", notes="DDP 3"):
-            deferred = self._order.backward(
-                self.precision, share, dy, defer=defer, more_to_come=not last
-            )
+            deferred = self._order.backward(self.precision, share, dy, defer=defer, reduces=last)
         if last:
             with self.recorder.span("wait for gradients", notes="DDP 4"):
                 for pending in self._pending:

@@ -147,7 +147,7 @@ class Zero1(ShardedReplica):
         """
         with self.recorder.span("backward", notes="ZeRO-1 1"):
             deferred = self._bucket_order.backward(
-                self.precision, share, dy, defer=defer, more_to_come=not last
+                self.precision, share, dy, defer=defer, reduces=last
             )
         if last:
             with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):

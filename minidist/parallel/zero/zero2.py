@@ -152,7 +152,7 @@ class Zero2(ShardedReplica):
         # every pass reduces, not only the last; with `defer` backward_weights reduces
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
             deferred = self._bucket_order.backward(
-                self.precision, share, dy, defer=defer, more_to_come=defer
+                self.precision, share, dy, defer=defer, reduces=not defer
             )
         if not defer:
             with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
