@@ -162,7 +162,7 @@ class DDP(DataAxis):
         # all-reduces in progress: of buckets 0, 1, …, without a gap
         self._pending: list[Pending] = []
         check_equal_replicas(model.parameters(), group, when="before the first step")  # DDP 1
-        self._order = BucketOrder(
+        self._bucket_order = BucketOrder(
             [bucket.parameters for bucket in self.buckets],
             self._start_reduce,
             unused=unused,
@@ -197,7 +197,9 @@ class DDP(DataAxis):
         if self._recorded is not None:
             self._follow(self._recorded)
         with self.recorder.span("backward", notes="DDP 3"):
-            deferred = self._order.backward(self.precision, share, dy, defer=defer, reduces=last)
+            deferred = self._bucket_order.backward(
+                self.precision, share, dy, defer=defer, reduces=last
+            )
         if last:
             with self.recorder.span("wait for gradients", notes="DDP 4"):
                 for pending in self._pending:
@@ -206,13 +208,13 @@ class DDP(DataAxis):
             self._summed = True
             zero_unused(self._left_out)
             if self._to_record:
-                self._recorded = self._order.completed
+                self._recorded = self._bucket_order.completed
                 self._to_record = False
         return deferred
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Add the gradients that a backward has deferred into the buckets."""
-        self._order.backward_weights(self.precision, deferred)
+        self._bucket_order.backward_weights(self.precision, deferred)
 
     def _start_reduce(self, index: int) -> None:
         """Start the sum of a bucket whose last gradient is final; the sums before it have started
@@ -243,7 +245,7 @@ class DDP(DataAxis):
             parameter.bind_gradient(None)
         self.buckets = []
         self.buckets = make_buckets(reversed(order), self.bucket_bytes)
-        self._order.arrange([bucket.parameters for bucket in self.buckets])
+        self._bucket_order.arrange([bucket.parameters for bucket in self.buckets])
         self._attach()
         reached = set(order)
         self._left_out = [parameter for parameter in self.weights if parameter not in reached]

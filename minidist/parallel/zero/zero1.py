@@ -159,7 +159,7 @@ class Zero1(ShardedReplica):
         return deferred
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Add the gradients that a backward has put off into the buckets."""
+        """Add the gradients that a backward has deferred into the buckets."""
         self._bucket_order.backward_weights(self.precision, deferred)
 
     def finish_step(self) -> None:

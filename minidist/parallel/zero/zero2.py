@@ -145,7 +145,7 @@ class Zero2(ShardedReplica):
         """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds
         the other copies'.
 
-        Args:    as DataAxis.backward. What is put off is reduced by backward_weights.
+        Args:    as DataAxis.backward. What is deferred is reduced by backward_weights.
         Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
         """
         self.gradients.begin(last=last)
@@ -162,7 +162,7 @@ class Zero2(ShardedReplica):
         return deferred
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Compute what a backward has put off, and reduce all that the segment's parameters have
+        """Compute what a backward has deferred, and reduce all that the segment's parameters have
         then."""
         self._bucket_order.backward_weights(self.precision, deferred)
         self.backward(None, segment=segment, last=False)
