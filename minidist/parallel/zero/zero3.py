@@ -343,10 +343,10 @@ class Zero3(ZeroAxis):
                 self._reduce(unit)
             self.gradients.finish()
 
-    # ------------------------------------------------ chapter 17: gradients put off, several copies
+    # ------------------------------------------------ chapter 17: deferred gradients, several copies
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Compute what a backward has put off, and reduce all that the segment's units have
+        """Compute what a backward has deferred, and reduce all that the segment's units have
         then."""
         self.precision.backward_weights(deferred)
         self._unreduced = list(self.gather_order.units_of(segment))
@@ -412,4 +412,4 @@ class Zero3(ZeroAxis):
             Collective(verb, flat.nbytes, flat.group)
             for verb, flat, times in calls
             for _ in range(times)
-        ] + self.sums_of_copies()
+        ] + self.collectives_of_copies()
