@@ -90,10 +90,12 @@ def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[
 #   begin_step     forgets the gradients; no message
 #   part_of     2  this rank's rows
 #   forward     3  of a pass's rows; no message
-#   backward    4  a bucket's last gradient is final: BucketOrder._final, _start_complete
-#                  (data/buckets.py). In the step's last backward they call _start_reduce; it gives
-#                  the bucket to the scheme (step/scheme.py), which starts an all-reduce on the
-#                  group that _attach named
+#   backward    4  autograd adds each gradient into its bucket (Parameter.accumulate), and calls the
+#                  parameter's hook when it is final: BucketOrder._final, _start_complete
+#                  (data/buckets.py). In the step's last backward they call _start_reduce for each
+#                  complete bucket; it gives the bucket to the scheme (step/scheme.py), which starts
+#                  an all-reduce on the group that _attach named. The group's worker runs it
+#                  (comm/calls/async_call.py), by default around a ring (comm/collectives/ring.py)
 #               5  wait for the sums, which lie in the buckets: a parameter's grad is a view of one
 #   finish_step    nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums
 #   conclude       all-gathers the loss

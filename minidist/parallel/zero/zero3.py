@@ -126,19 +126,22 @@ def plain_zero3(
 # gradients; a GatherOrder (fsdp_units.py) knows which unit is next. It also takes parameters outside
 # any unit (the root), weights drawn chunk by chunk, several passes, low precision. One step, with
 # one copy of the state; PassLoop.start_step, DataAxis.run and DataAxis.conclude (step/strategy.py)
-# call the parts; the numbers are those of PlainUnit:
+# call the parts, the hooks of a module (nn/hooks.py) call _before_… and _after_…; the numbers are
+# those of PlainUnit:
 #   begin_step      marks the shards empty; no message
 #   forward         all-gathers the root (empty unless the model is tied), unless it is there:
 #                   begin_pass
 #   forward 1       start this unit's all-gather unless prefetch did; start the next units'; wait for
-#                   this one: _before_forward
+#                   this one: _before_forward, Unit.start_gather, Unit.wait_for_weights
+#                   (fsdp_units.py)
 #   forward 3       free it: _after_forward
 #   backward 1      as forward 1, in reverse order: _before_backward; autograd reads p.data again
 #                   (tape.py)
-#   backward 2      a unit's first gradient takes a buffer: GradientShards._lend, called by
-#                   Parameter.gradient_room
-#   backward 3, 4   free the weights; start the reduce-scatter, then wait for the previous one and
-#                   free its buffer: _after_backward, GradientShards.start
+#   backward 2      a unit's first gradient takes a buffer: GradientShards._lend
+#                   (gradient_shards.py), called by Parameter.gradient_room
+#   backward 3, 4   free the weights: _after_backward; start the reduce-scatter:
+#                   GradientShards.start, HybridSharding (shards.py), the scheme (step/scheme.py);
+#                   then wait for the previous one and free its buffer: GradientShards.take_sum
 #   _reduce_rest    the root, and what backward did not reach; wait for the last sum
 #   conclude        as ZeRO-2's: all-gathers the loss, then calls update
 #   update          free the root; with `clip` all-gather the squares of the norm; change this
