@@ -81,7 +81,8 @@ class Tensor:
 
     __slots__ = ("_data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
     _data: np.ndarray  # or CuPy's
-    _backward: ClassVar[Callable[..., "list[WeightGradient]"]]  # set by autograd/__init__, too
+    # backward() of backward.py, set by autograd/__init__
+    _backward: ClassVar[Callable[..., "list[WeightGradient]"]]
     # whether a leaf's array may be put away from forward to backward
     lends_data: ClassVar[bool] = False
     grad: Array | None  # the gradient summed over the backwards since the last zero_grad, or None
@@ -442,7 +443,7 @@ class Parameter(Tensor):
 
     def gradient_room(self) -> Array | None:
         """Return the bound view while it is stale, else None: a gradient function may write its
-        result there."""
+        result there. If no view is bound, first bind the one that `lender` gives."""
         if self._view is None and self.lender is not None:
             self.bind_gradient(self.lender(self))
         return None if self._fresh or self.tensor_hooks else self._view

@@ -462,7 +462,8 @@ class Group(Members):
             self.board.close()
 
     def _run(self, call: Call) -> Any:
-        """Carry the call out: in this thread, if no earlier call is still in the worker."""
+        """Run the call's algorithm, call.work (verbs.py has chosen it): in this thread, if no
+        earlier call is still in the worker."""
         if self._worker is not None and self._worker.busy():
             return self._worker.submit(call).wait()
         with self.guard, call:

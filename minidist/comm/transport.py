@@ -20,7 +20,8 @@ Threads     Every method may be called from several threads of the rank at once.
 Limits      A wait ends after at most `limit` seconds, with errors.TimeoutError that names this
             rank, the peer and the tag. A lost peer raises PeerLostError with its world rank. After
             `abort(error)` every unfinished wait raises `error`.
-Deadlock    A wait longer than waits.QUIET is reported to `waits`, with a text and its ranks.
+Deadlock    A wait longer than QUIET (health/wait_state.py) is reported to `waits`, with a text and
+            its ranks.
 Waiting     A waiting rank yields its core: it spins only briefly, then sleeps in the kernel.
 Counting    Transports do not count. Calls do (comm/calls/call.py).
 """

@@ -1,5 +1,5 @@
-"""The part of each collective verb before its algorithm runs: choose the device, check the
-arguments, prepare the result.
+"""The part of each collective verb before its algorithm runs: choose the device and the algorithm
+(collectives/select.py), check the arguments, prepare the result.
 
 A function here returns a Call that is ready to run: now in the caller's thread, or later in the
 group's worker. Errors in this rank's own arguments are raised here, at once; disagreement between
@@ -41,12 +41,12 @@ class CallDevice(NamedTuple):
     """The devices of a call, decided once per call.
 
     Fields: device   the device of this rank's own arrays: "cpu" or "cuda"; None if it has none
-            where    the device of the algorithm
+            runs_on  the device of the algorithm
             side     the stream that carries the call out on the GPU, or None
     """
 
     device: str | None
-    where: str
+    runs_on: str
     side: SideStream | None
 
 
@@ -74,7 +74,7 @@ def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm:
     root = group.rank_in("root", root)
     x = from_caller(verb, x)
     place = _place_of_all(group, algorithm, x)
-    result = OutputArray(verb, out, place.where, place.side)
+    result = OutputArray(verb, out, place.runs_on, place.side)
     out = result.target
     array = None
     model = out if x is None and verb == "broadcast" else x  # of the root's dtype and shape
@@ -84,7 +84,7 @@ def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm:
             raise ShapeError(
                 f"{verb}: rank {root} is the root and passes None; the root must pass the array"
             )
-        array = argument(verb, x, place.where)
+        array = argument(verb, x, place.runs_on)
         if verb == "scatter" and array.ndim == 0:
             raise ShapeError(
                 f"scatter: rank {root} passes an array without dims; it needs a first dim, which "
@@ -110,7 +110,7 @@ def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm:
         group,
         verb,
         algorithm,
-        place.where if place.side is None else "cuda",
+        place.runs_on if place.side is None else "cuda",
         root,
         getattr(model, "dtype", None),
         getattr(model, "shape", None),
@@ -189,16 +189,17 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
     place = _place(group, algorithm, *x)
     outs = [None] * group.size if out is None else out
     results = [
-        OutputArray("all_to_all", outs[rank], place.where, place.side) for rank in range(group.size)
+        OutputArray("all_to_all", outs[rank], place.runs_on, place.side)
+        for rank in range(group.size)
     ]
-    parts = list_argument("all_to_all", x, [result.target for result in results], place.where)
+    parts = list_argument("all_to_all", x, [result.target for result in results], place.runs_on)
 
     def deliver(received: list[np.ndarray], device: str | None) -> list[Any]:
         own = received[group.rank]
         results[group.rank].array(own.shape, own.dtype)[...] = own
         return [result.deliver(None, device) for result in results]
 
-    prepared = _prepared(group, "all_to_all", algorithm, place.where, dtype=parts[0].dtype)
+    prepared = _prepared(group, "all_to_all", algorithm, place.runs_on, dtype=parts[0].dtype)
     return Call(
         group,
         prepared,
@@ -288,20 +289,20 @@ def _checked(
     the device and the algorithm."""
     x = from_caller(verb, x)
     place = _place(group, algorithm, x, op=op)
-    array = argument(verb, x, place.where)
+    array = argument(verb, x, place.runs_on)
     # a reduction's result has the argument's shape, so its array is made now, not on the side
     gathers = verb in _GATHERS
-    result = OutputArray(verb, out, place.where, place.side if gathers else None)
+    result = OutputArray(verb, out, place.runs_on, place.side if gathers else None)
     options: dict[str, Any] = {} if root is None else {"root": root}
     shape: Shape = array.shape
     if gathers:
         # The ranks' blocks may differ in length. All must agree on their sum, the length of `out`.
         length = None if result.out is None or not result.target.ndim else result.target.shape[0]
         shape = (length, *array.shape[1:])
-        name, function = _choose(group, verb, algorithm, place.where)
+        name, function = _choose(group, verb, algorithm, place.runs_on)
     else:
         options["op"] = _reduction(verb, op, array, group)
-        name, function = _choose(group, verb, algorithm, place.where, array, op)
+        name, function = _choose(group, verb, algorithm, place.runs_on, array, op)
     prepared = prepare(
         group.id,
         verb,
@@ -324,13 +325,13 @@ def _choose(
     group: Members,
     verb: str,
     algorithm: str,
-    where: str,
+    device: str,
     array: np.ndarray | None = None,
     op: str | None = None,
 ) -> tuple[str, Callable[..., Any]]:
     """Return the algorithm's name and function; `array` if all ranks have arrays of this length,
     `op` if they are reduced."""
-    if where == "cuda":
+    if device == "cuda":
         name = "native"
     else:
         name = choose(

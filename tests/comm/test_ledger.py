@@ -223,6 +223,18 @@ def test_watchers_get_waits_and_what_tells_calls_apart():
         )
 
 
+def test_watchers_get_the_wait_for_a_call_that_has_ended_too():
+    def waits(world):
+        events = []
+        world.ledger.subscribe(events.append, waits=True)
+        pending = world.start_all_reduce(KIB, algorithm="ring")
+        pending.wait()
+        pending.wait()  # the call has ended
+        return [event.kind for event in events].count("wait")
+
+    assert run(waits, size=2) == [2, 2]
+
+
 def test_receives_are_told_to_those_who_ask_and_match_their_sends():
     def ranks(world):
         events = []

@@ -86,7 +86,7 @@ def test_the_two_measures_of_time_in_calls_agree(way, tmp_path):
         recorder = StepRecorder(world, tmp_path)
         for step in range(3):
             world.tell_step(step)
-            time.sleep(0.1 * world.rank)
+            time.sleep(0.3 * world.rank)
             if way == "message":
                 world.send(np.ones(5), dst=0) if world.rank else world.recv(src=1)
             elif way == "started":

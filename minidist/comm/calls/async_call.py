@@ -58,29 +58,29 @@ class PendingCall(Pending, RunningCall):
         self.error: BaseException | None = None
 
     def wait(self) -> Any:
-        if self.finished.is_set() and not self.call.ledger.watchers:
-            return self._wait()
-        start = time.perf_counter()
+        ledger = self.call.ledger
+        # a wait for a call that has ended is reported only to subscribers of waits
+        reported = not self.finished.is_set() or bool(ledger.watchers)
+        start = time.perf_counter() if reported else 0.0
         try:
-            return self._wait()
+            with self:
+                if not self.finished.wait(QUIET):
+                    with self.worker.transport.waits.lasting("this rank's worker", tuple):
+                        # each wait inside the call, in the worker, has a limit
+                        while not self.finished.wait(_LOOK):
+                            if not self.worker.alive():
+                                raise CommError(
+                                    f"the group was closed before {self.signature.describe()} was "
+                                    "carried out"
+                                )
+                if self.error is not None:
+                    self.worker.told = True  # the program has received it
+                    raise self.error
+                return self.call.settle(self.result)
         finally:
-            self.call.wait_ended(start)
-
-    def _wait(self) -> Any:
-        with self:
-            if not self.finished.wait(QUIET):
-                with self.worker.transport.waits.lasting("this rank's worker", tuple):
-                    # each wait inside the call, in the worker, has a limit
-                    while not self.finished.wait(_LOOK):
-                        if not self.worker.alive():
-                            raise CommError(
-                                f"the group was closed before {self.signature.describe()} was "
-                                "carried out"
-                            )
-            if self.error is not None:
-                self.worker.told = True  # the program has received it
-                raise self.error
-            return self.call.settle(self.result)
+            if reported:
+                for observer in ledger.observers:
+                    observer.on_wait(self.call, start)
 
     def done(self) -> bool:
         return self.finished.is_set()
@@ -207,6 +207,8 @@ class CallWorker:
                     return None
 
     def _carry_out(self, pending: PendingCall) -> None:
+        """Run the call's algorithm, call.work (verbs.py has chosen it); keep its result or error
+        for wait()."""
         call = pending.call
         try:
             with pending.program, call:

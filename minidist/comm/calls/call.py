@@ -146,16 +146,10 @@ class Call(RunningCall):
         for observer in self.ledger.observers:
             observer.on_made(self, False)
 
-    def wait_ended(self, start: float) -> None:
-        """Notify the observers that the program has waited for the end of this call since
-        `start`."""
-        for observer in self.ledger.observers:
-            observer.on_wait(self, start)
-
     @property
     def _header(self) -> CallHeader:
-        """Return the parsed header, for a detailed comparison with a header that does not begin as
-        this call's."""
+        """Return the object that compares this call's header in detail with a header that does not
+        begin as this call's."""
         return CallHeader(self.signature, self._group, self.signature.pack()[0], self.meta)
 
     def settle(self, result: Any) -> Any:
@@ -205,12 +199,12 @@ class Call(RunningCall):
         if self.ledger.message_observers and into is not _NOTHING:
             watches = self._watches_of_receive(src, into.nbytes)
         into = into.reshape(-1)
-        known = self.meta
+        expected = self.meta
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
             for watch in watches:
                 watch.accepted(nbytes)
-            if not meta.startswith(known):
+            if not meta.startswith(expected):
                 self._header.compare(meta, src)
             if nbytes != into.nbytes:
                 raise self._header.refusal(
@@ -224,7 +218,7 @@ class Call(RunningCall):
 
         target = None if watches else into  # watches are told of every header
         handle = self._transport.start_recv(
-            self.world_ranks[src], self._tag, accept, reduce, (known, into.nbytes, target)
+            self.world_ranks[src], self._tag, accept, reduce, (expected, into.nbytes, target)
         )
         return ObservedTransfer(handle, watches) if watches else handle
 
@@ -341,7 +335,9 @@ class Call(RunningCall):
     ) -> np.ndarray:
         """Send a block to `dst` and receive one from `src` at once; return the received block."""
         received, arrived = self.start_recv_block(src, place, like=outgoing)
-        self.wait([received, self.start_send_block(dst, outgoing, step=step, chunk=chunk)])
+        sent = self.start_send(dst, outgoing, block=True, step=step, chunk=chunk)
+        received.wait()  # first, as in exchange
+        sent.wait()
         return arrived[0]
 
     # ------------------------------------------------------------------------------------- the rest
@@ -358,7 +354,8 @@ class Call(RunningCall):
         sent = self._transport.start_send(
             self.world_ranks[self.next_rank], self._tag, _NOTHING, self.meta
         )
-        self.wait([received, sent])
+        received.wait()
+        sent.wait()
 
     @property
     def lends(self) -> bool:

@@ -49,8 +49,8 @@ _quiet = _Quiet()
 def _apply(
     ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop: np.dtype | None
 ) -> None:
-    # never in place: NumPy would take another loop, which rounds a complex product differently
     if out.size == 1:
+        # not in place: NumPy would take another loop, which rounds a complex product differently
         _quiet.run(setitem, out, ..., _quiet.run(ufunc, a, b, dtype=loop))
     elif loop is None:
         _quiet.run(ufunc, a, b, out=out)

@@ -5,7 +5,8 @@ are in progress/stream.py; a TcpLink only moves their bytes. plain_tcp.py does t
 engine. Here no operation blocks on a socket. A message is sent by one `sendmsg` of header and
 payload. The receiver takes
 
-    small messages    with their header in one recv, into the buffer, and copies them from there
+    small messages    with their header in one recv, into the buffer, and copies or adds them from
+                      there
     copies            straight into their array
     reductions        into the buffer, at most 256 KiB at once, and adds them from there while they
                       are in the cache; nothing of the size of the message is allocated

@@ -120,8 +120,9 @@ class BucketOrder:
         self.by = by
         self.unused = unused
         self.completed: list[Parameter] = []
-        self._more_to_come = False  # after the newest backward, more of its step follow
-        self._computed = False  # this rank has computed something in this step
+        self._reduces = True  # the newest backward starts runs whose gradients are final
+        # this rank has computed something since the last backward that started runs
+        self._computed = False
         for run in runs:
             for parameter in run:
                 parameter.hooks.append(self._final)
@@ -143,34 +144,36 @@ class BucketOrder:
         dy: Array | None = None,
         *,
         defer: bool = False,
-        more_to_come: bool = False,
+        reduces: bool = True,
     ) -> list[WeightGradient]:
         """Go backward from `share` (None: nothing was computed); the gradients that it does not
         reach on this rank are final too.
 
-        Args:    dy, defer: as DataAxis.backward; more_to_come: no run starts, because later
+        Args:    dy, defer: as DataAxis.backward; reduces: False: no run starts, because later
                  backwards add gradients.
         Raises:  GradientError if gradients of the last step are still there, or as `unused` says.
         """
-        self._begin(more_to_come)
+        self._begin(reduces)
         deferred = []
         if share is not None:
             deferred = precision.backward(share, dy, defer_weights=defer, surveyed=self._expect)
-        if self.unused == "error" and not more_to_come:
+        if self.unused == "error" and reduces:
             self._refuse_unused(())
         self._missing = [0] * len(self.runs)
-        if not more_to_come:
+        if reduces:
             self._start_complete()
         return deferred
 
     def backward_weights(self, precision: Precision, deferred: list[WeightGradient]) -> None:
         """Compute the gradients that a backward has deferred; no run starts."""
-        self._begin(more_to_come=True)
+        self._begin(reduces=False)
         precision.backward_weights(deferred)
         self._missing = [0] * len(self.runs)
 
-    def _begin(self, more_to_come: bool) -> None:
-        if not self._more_to_come:  # the first backward of a step
+    def _begin(self, reduces: bool) -> None:
+        """Begin a backward: every run waits for all its gradients again."""
+        # the backward before has started all runs: none of its gradients may be left
+        if self._reduces:
             kept = next((p.name for run in self.runs for p in run if p.grad is not None), None)
             if kept is not None:
                 raise GradientError(
@@ -178,7 +181,7 @@ class BucketOrder:
                     "be added to this step's; call optimizer.zero_grad() after every step"
                 )
             self._computed = False
-        self._more_to_come = more_to_come
+        self._reduces = reduces
         self._missing = [len(run) for run in self.runs]
         self.started = 0
 
@@ -186,7 +189,7 @@ class BucketOrder:
         """Prepare for a backward that is about to run and will reach these leaves (ids)."""
         self._computed = True
         self.completed = []
-        if self._more_to_come:
+        if not self._reduces:
             return
         if self.unused == "error":
             self._refuse_unused(reached)
@@ -231,7 +234,7 @@ class BucketOrder:
             )
         self.completed.append(parameter)
         self._missing[index] -= 1
-        if not self._more_to_come:
+        if self._reduces:
             self._start_complete()
 
     def _start_complete(self) -> None:

@@ -90,11 +90,13 @@ def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[
 #   begin_step     forgets the gradients; no message
 #   part_of     2  this rank's rows
 #   forward     3  of a pass's rows; no message
-#   backward    4  a bucket's last gradient is final: BucketOrder._final, _start_complete
-#                  (data/buckets.py). In the step's last backward they call _start_reduce; it gives
-#                  the bucket to the scheme (step/scheme.py), which starts an all-reduce on the
-#                  group that _attach named; the group's worker thread carries it out while backward
-#                  computes (CallWorker, comm/calls/async_call.py)
+#   backward    4  autograd adds each gradient into its bucket (Parameter.accumulate), and calls the
+#                  parameter's hook when it is final: BucketOrder._final, _start_complete
+#                  (data/buckets.py). In the step's last backward they call _start_reduce for each
+#                  complete bucket; it gives the bucket to the scheme (step/scheme.py), which starts
+#                  an all-reduce on the group that _attach named. The group's worker thread carries it
+#                  out while backward computes (CallWorker, comm/calls/async_call.py), by default
+#                  around a ring (comm/collectives/ring.py)
 #               5  wait for the sums, which lie in the buckets: a parameter's grad is a view of one
 #   finish_step    nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums
 #   conclude       all-gathers the loss
@@ -163,7 +165,7 @@ class DDP(DataAxis):
         # all-reduces in progress: of buckets 0, 1, …, without a gap
         self._pending: list[Pending] = []
         check_equal_replicas(model.parameters(), group, when="before the first step")  # DDP 1
-        self._order = BucketOrder(
+        self._bucket_order = BucketOrder(
             [bucket.parameters for bucket in self.buckets],
             self._start_reduce,
             unused=unused,
@@ -198,8 +200,8 @@ class DDP(DataAxis):
         if self._recorded is not None:
             self._follow(self._recorded)
         with self.recorder.span("backward", notes="DDP 3"):
-            deferred = self._order.backward(
-                self.precision, share, dy, defer=defer, more_to_come=not last
+            deferred = self._bucket_order.backward(
+                self.precision, share, dy, defer=defer, reduces=last
             )
         if last:
             with self.recorder.span("wait for gradients", notes="DDP 4"):
@@ -209,13 +211,13 @@ class DDP(DataAxis):
             self._summed = True
             zero_unused(self._left_out)
             if self._to_record:
-                self._recorded = self._order.completed
+                self._recorded = self._bucket_order.completed
                 self._to_record = False
         return deferred
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Add the gradients that a backward has deferred into the buckets."""
-        self._order.backward_weights(self.precision, deferred)
+        self._bucket_order.backward_weights(self.precision, deferred)
 
     def _start_reduce(self, index: int) -> None:
         """Start the sum of a bucket whose last gradient is final; the sums before it have started
@@ -246,7 +248,7 @@ class DDP(DataAxis):
             parameter.bind_gradient(None)
         self.buckets = []
         self.buckets = make_buckets(reversed(order), self.bucket_bytes)
-        self._order.arrange([bucket.parameters for bucket in self.buckets])
+        self._bucket_order.arrange([bucket.parameters for bucket in self.buckets])
         self._attach()
         reached = set(order)
         self._left_out = [parameter for parameter in self.weights if parameter not in reached]

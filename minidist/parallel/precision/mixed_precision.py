@@ -302,10 +302,10 @@ class MixedPrecision(Precision):
         with np.errstate(over="ignore", invalid="ignore"):
             return loss.backward(seed, defer_weights=defer_weights, surveyed=surveyed)
 
-    def backward_weights(self, put_off: Iterable[WeightGradient]) -> None:
-        """Compute the gradients that a backward put off; too large ones become infinite."""
+    def backward_weights(self, deferred: Iterable[WeightGradient]) -> None:
+        """Compute the gradients that a backward has deferred; too large ones become infinite."""
         with np.errstate(over="ignore", invalid="ignore"):
-            super().backward_weights(put_off)
+            super().backward_weights(deferred)
 
     @property
     def scale(self) -> float:

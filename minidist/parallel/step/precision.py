@@ -71,9 +71,9 @@ class Precision:
         as Tensor.backward."""
         return loss.backward(dy, defer_weights=defer_weights, surveyed=surveyed)
 
-    def backward_weights(self, put_off: Iterable[WeightGradient]) -> None:
-        """Compute the gradients that a backward deferred."""
-        for gradient in put_off:
+    def backward_weights(self, deferred: Iterable[WeightGradient]) -> None:
+        """Compute the gradients that a backward has deferred."""
+        for gradient in deferred:
             gradient()
 
     def update(

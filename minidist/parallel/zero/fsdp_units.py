@@ -158,16 +158,17 @@ class GatherOrder:
         return [self.root, *self.units]
 
     def begin_pass(self) -> None:
-        """A forward is about to run."""
+        """Begin a forward: no unit has been met."""
         self._met = []
 
     def enter(self, unit: Unit) -> None:
-        """A unit's forward begins."""
+        """Note that a unit's forward begins; `coming` are then the units expected after it."""
         self._met.append(unit)
         self.coming = self._expected[len(self._met) :]
 
     def begin_backward(self, segment: int) -> None:
-        """The backward of a segment begins."""
+        """Begin a segment's backward: expect the units of this forward in the next one; `coming`
+        are those with a backward to come."""
         self.before_first_backward = False
         # a shorter forward does not forget the rest
         if len(self._met) >= len(self._expected):
@@ -175,11 +176,11 @@ class GatherOrder:
         self.coming = [unit for unit in reversed(self._met) if unit.calls]
 
     def enter_backward(self, unit: Unit) -> None:
-        """A unit's backward begins."""
+        """Note that a unit's backward begins; `coming` are then the units after it."""
         self.coming = self.coming[self.coming.index(unit) + 1 :]
 
     def end_backward(self) -> None:
-        """A backward is over: a call that it has not reached is not waited for any more."""
+        """End a backward: forget the calls that it has not reached, and free all units."""
         for unit in self.units:
             unit.calls = 0
             unit.free()

@@ -170,7 +170,7 @@ class ShardedReplica(ZeroAxis):
                 for _ in range(times)
             ]
             + [Collective("all_gather", flat.nbytes, flat.group) for flat in self.flats]
-            + self.sums_of_copies()
+            + self.collectives_of_copies()
         )
 
     def state_replaced(self) -> None:

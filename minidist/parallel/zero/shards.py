@@ -110,21 +110,23 @@ class HybridSharding:
             "all_reduce",
         )
 
-    def start_reduce_scatter(self, index: int, flat: Flat, gradients: Array, out: Array) -> Pending:
-        """Begin to sum a flat's gradients within this copy; `out`: this rank's chunk of the sum."""
+    def start_reduce_scatter(self, index: int, flat: Flat, bucket: Array, out: Array) -> Pending:
+        """Begin to sum a flat's gradients, which lie in `bucket`, within this copy; `out`: this
+        rank's chunk of the sum."""
         if not self.has_copies(flat):
-            return self.scheme.start_reduce_scatter(index, gradients, out)
-        return flat.group.start_reduce_scatter(gradients, out=out, algorithm=self.algorithm)
+            return self.scheme.start_reduce_scatter(index, bucket, out)
+        return flat.group.start_reduce_scatter(bucket, out=out, algorithm=self.algorithm)
 
     def start_sum_of_copies(self, index: int, chunk: Array, what: str) -> None:
         """Begin to sum the gradients of a flat's chunk, already summed within this copy, over all
         copies, in place.
 
-        Cost:    one all-reduce of the chunk over the copies; nothing where there is one copy.
+        Only for a flat that has copies.
+        Cost:    one all-reduce of the chunk over the copies.
         """
-        if self.replica_group is not None:
-            self.recorder.announce(self.replica_group.axis, f"all_reduce {what}")
-            self._pending.append(self.scheme.start_all_reduce(index, chunk))
+        assert self.replica_group is not None, "the flat has copies"
+        self.recorder.announce(self.replica_group.axis, f"all_reduce {what}")
+        self._pending.append(self.scheme.start_all_reduce(index, chunk))
 
     def wait_for_copies(self) -> None:
         """Wait for the sums over the copies of the state."""
@@ -340,8 +342,8 @@ class ZeroAxis(DataAxis):
             self.sharing.shard_group.barrier()
         return self.store.state(self.model, self.stored, algorithm=self.algorithm)
 
-    def sums_of_copies(self) -> list[Collective]:
-        """The all-reduces of every shard of one copy over the copies, once a step."""
+    def collectives_of_copies(self) -> list[Collective]:
+        """Return the all-reduces of every shard of one copy over the copies, once a step."""
         runs = [
             self.sharing.gradient_run(flat, slice(*edges))
             for flat in self.flats

@@ -148,7 +148,7 @@ class Zero1(ShardedReplica):
         """
         with self.recorder.span("backward", notes="ZeRO-1 1"):
             deferred = self._bucket_order.backward(
-                self.precision, share, dy, defer=defer, more_to_come=not last
+                self.precision, share, dy, defer=defer, reduces=last
             )
         if last:
             with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
@@ -160,7 +160,7 @@ class Zero1(ShardedReplica):
         return deferred
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Add the gradients that a backward has put off into the buckets."""
+        """Add the gradients that a backward has deferred into the buckets."""
         self._bucket_order.backward_weights(self.precision, deferred)
 
     def finish_step(self) -> None:

@@ -147,14 +147,14 @@ class Zero2(ShardedReplica):
         """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds
         the other copies'.
 
-        Args:    as DataAxis.backward. What is put off is reduced by backward_weights.
+        Args:    as DataAxis.backward. What is deferred is reduced by backward_weights.
         Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
         """
         self.gradients.begin(last=last)
         # every pass reduces, not only the last; with `defer` backward_weights reduces
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
             deferred = self._bucket_order.backward(
-                self.precision, share, dy, defer=defer, more_to_come=defer
+                self.precision, share, dy, defer=defer, reduces=not defer
             )
         if not defer:
             with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
@@ -164,7 +164,7 @@ class Zero2(ShardedReplica):
         return deferred
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Compute what a backward has put off, and reduce all that the segment's parameters have
+        """Compute what a backward has deferred, and reduce all that the segment's parameters have
         then."""
         self._bucket_order.backward_weights(self.precision, deferred)
         self.backward(None, segment=segment, last=False)

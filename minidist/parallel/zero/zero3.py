@@ -126,20 +126,23 @@ def plain_zero3(
 # gradients; a GatherOrder (fsdp_units.py) knows which unit is next. It also takes parameters outside
 # any unit (the root), weights drawn chunk by chunk, several passes, low precision. One step, with
 # one copy of the state; PassLoop.start_step, DataAxis.run and DataAxis.conclude (step/strategy.py)
-# call the parts; the numbers are those of PlainUnit:
+# call the parts, the hooks of a module (nn/hooks.py) call _before_… and _after_…; the numbers are
+# those of PlainUnit:
 #   begin_step      marks the shards empty; no message
 #   forward         all-gathers the root (empty unless the model is tied), unless it is there:
 #                   begin_pass
 #   forward 1       start this unit's all-gather unless prefetch did (the group's worker thread
 #                   carries it out: CallWorker, comm/calls/async_call.py); start the next units';
-#                   wait for this one: _before_forward
+#                   wait for this one: _before_forward, Unit.start_gather, Unit.wait_for_weights
+#                   (fsdp_units.py)
 #   forward 3       free it: _after_forward
 #   backward 1      as forward 1, in reverse order: _before_backward; autograd reads p.data again
 #                   (tape.py)
-#   backward 2      a unit's first gradient takes a buffer: GradientShards._lend, called by
-#                   Parameter.gradient_room
-#   backward 3, 4   free the weights; start the reduce-scatter, then wait for the previous one and
-#                   free its buffer: _after_backward, GradientShards.start
+#   backward 2      a unit's first gradient takes a buffer: GradientShards._lend
+#                   (gradient_shards.py), called by Parameter.gradient_room
+#   backward 3, 4   free the weights: _after_backward; start the reduce-scatter:
+#                   GradientShards.start, HybridSharding (shards.py), the scheme (step/scheme.py);
+#                   then wait for the previous one and free its buffer: GradientShards.take_sum
 #   _reduce_rest    the root, and what backward did not reach; wait for the last sum
 #   conclude        as ZeRO-2's: all-gathers the loss, then calls update
 #   update          free the root; with `clip` all-gather the squares of the norm; change this
@@ -344,10 +347,10 @@ class Zero3(ZeroAxis):
                 self._reduce(unit)
             self.gradients.finish()
 
-    # ------------------------------------------------ chapter 17: gradients put off, several copies
+    # ------------------------------------------------ chapter 17: deferred gradients, several copies
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Compute what a backward has put off, and reduce all that the segment's units have
+        """Compute what a backward has deferred, and reduce all that the segment's units have
         then."""
         self.precision.backward_weights(deferred)
         self._unreduced = list(self.gather_order.units_of(segment))
@@ -413,4 +416,4 @@ class Zero3(ZeroAxis):
             Collective(verb, flat.nbytes, flat.group)
             for verb, flat, times in calls
             for _ in range(times)
-        ] + self.sums_of_copies()
+        ] + self.collectives_of_copies()

@@ -194,8 +194,11 @@ def train_chain(
     for parameter in model.parameters():
         parameter.hooks.insert(0, lambda parameter: log[-1].append(parameter.name))
     if world.size > 1:
-        start = strategy._order.start
-        strategy._order.start = lambda index: (log[-1].append(f"bucket {index}"), start(index))
+        start = strategy._bucket_order.start
+        strategy._bucket_order.start = lambda index: (
+            log[-1].append(f"bucket {index}"),
+            start(index),
+        )
     for batch in ROWS[:steps]:
         log.append([])
         before = sum(world.ledger.sent_bytes().get("world", {}).values())

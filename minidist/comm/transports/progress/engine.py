@@ -164,6 +164,7 @@ class Engine(Transport):
         return True
 
     def _step_up(self) -> bool:
+        """Lead, unless another thread does; return whether this thread leads now."""
         with self.lock:
             leads = not self._leading
             self._leading = True
@@ -171,6 +172,8 @@ class Engine(Transport):
             return leads
 
     def _step_down(self) -> None:
+        """Stop leading: wake the followers; without followers call the helper if transfers are
+        left."""
         with self.lock:
             self._leading = False
             if self._followers:

@@ -152,7 +152,9 @@ class Frame:
     receive: Receive | None = None  # None until a receive is posted for it
     filled = 0  # bytes of payload that have arrived
     buffer: np.ndarray | None = None  # holds them until then
-    settled = False  # complete, and the leader has finished its receive
+    # complete, and the leader is done with it; without a receive until then, it is delivered by the
+    # thread that posts the receive
+    settled = False
     failure: Exception | None = None  # the error of `accept` or `reduce`; the rest is dropped
     _into: np.ndarray | None = None  # the array to fill, as uint8
     _total: np.ndarray | None = None  # the array to reduce into

@@ -8,9 +8,15 @@ on it, and frames are matched with receives:
                               +--------------> link ---------------+
                                                                    +--> unexpected[tag]  no receive yet: buffered
 
-From a receive's wait() to its end: Engine.drive -> _lead (engine.py) -> _pass -> _pull ->
-Frame.take (message.py) -> the link's read_into, or its piece and then the receive's reduce ->
-_settle -> Engine.finish.
+From a receive's wait() to its end: Engine.drive -> _lead (engine.py) -> _pass -> _pull, then
+
+    a short message that is complete,    _take_whole -> the link's whole -> Receive.take (message.py)
+    with the header its receive expects
+    any other message                    _next_frame -> Frame.take (message.py) -> the link's
+                                         read_into, or its piece and then the receive's reduce ->
+                                         _settle
+
+and for both _end -> Engine.finish.
 
 A header is read only while a receive from that peer is posted. So a message that arrives
 early stays in the link (in the kernel's buffers, in the ring), and a sender that is far ahead must
