@@ -158,7 +158,8 @@ def test_the_default_constants_are_as_sure_as_they_say():
 @pytest.mark.soak
 def test_fifty_steps_of_a_machine_tell_of_its_others():
     """vTrain's A100 node, as a file of runs that does not say what its software passes through
-    memory: within 8 % in the mean, 35 % at worst."""
+    memory: within 8 % in the mean, 35 % at worst. Of the plans of one model and batch, the one that
+    is predicted to be the fastest takes 4 % longer than the fastest, in the mean."""
     runs = [run._replace(scores=0.0, logits=0.0) for run in published("vtrain-a100-node")]
     kept = runs[::12] + [run for at, run in enumerate(runs) if at % 3 == 1]
     others = [run for run in runs if run not in kept]
@@ -168,3 +169,12 @@ def test_fifty_steps_of_a_machine_tell_of_its_others():
     errors = [abs(predicted(run, fitted.profile) / run.seconds - 1) for run in others]
     assert (len(kept), len(others)) == (50, 70)
     assert sum(errors) / len(errors) < 0.08 and max(errors) < 0.35
+    alike = defaultdict(list)
+    for run in runs:
+        alike[run.config, run.batch, run.cluster.spec].append(run)
+    choices = [plans for plans in alike.values() if len(plans) > 1]
+    losses = []
+    for plans in choices:
+        picked = min(plans, key=lambda run: predicted(run, fitted.profile))
+        losses.append(picked.seconds / min(run.seconds for run in plans) - 1)
+    assert len(choices) == 29 and sum(losses) / len(losses) <= 0.04
