@@ -222,7 +222,9 @@ class Trainer:
     @property
     def learning_rate(self) -> LearningRate:
         """The rate of an update, by its number from 0; its peak is the optimizer's rate."""
-        return replace(self._schedule, peak=self.optimizer.lr)
+        if self._schedule.peak != self.optimizer.lr:
+            self._schedule = replace(self._schedule, peak=self.optimizer.lr)
+        return self._schedule
 
     @learning_rate.setter
     def learning_rate(self, schedule: LearningRate) -> None:
