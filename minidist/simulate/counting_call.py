@@ -59,6 +59,7 @@ class CountingCall(Call):
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.verb = verb
         self.algorithm = algorithm
+        self.signature = None  # type: ignore[assignment]  # SubsetCall hands it on, unread
         self.ledger = group.ledger
         self.board = None
         self.device = self.origin = "cpu"

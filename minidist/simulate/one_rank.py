@@ -177,6 +177,11 @@ def _require(plan: Plan, config: GPTConfig) -> None:
             f"simulate: server_device={plan.server_device}: all devices of a cluster are the "
             "same; simulate it with server_device=same"
         )
+    if plan.algorithm in ("hierarchical", "shared"):
+        raise PlanError(
+            f"simulate: algorithm={plan.algorithm}: a rank that runs alone does not know which ranks "
+            "share its node and memory; simulate it with algorithm=ring"
+        )
     if plan.stage_layers == "measured":
         raise PlanError(
             "simulate: stage_layers=measured times the layers on a machine; give the numbers, or "

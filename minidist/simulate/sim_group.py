@@ -217,9 +217,8 @@ class SimGroup(Group):
         result: Any = _Result(out, own)
         each = own.nbytes // max(1, len(own))
         blocks = tuple(length * each for length in lengths) if len(set(lengths)) > 1 else ()
-        if self._by_library(own) or (
-            not is_virtual(own) and choose("all_gather", algorithm, 0, self.size) == "ring"
-        ):
+        name = choose("all_gather", algorithm, 0, self.size)
+        if name in ("ring", NATIVE) and (self._by_library(own) or not is_virtual(own)):
             result.array((sum(lengths), *own.shape[1:]), own.dtype)
             passed_on = sum(lengths) - lengths[(self.rank + 1) % self.size]  # as round a ring
             return self._carry_out(

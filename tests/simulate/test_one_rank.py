@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from simulated import Measured, alone, one_order, really, sent_of
 
+from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import ConfigError, MinidistError, PlanError
 from minidist.nn import GPTConfig, RopeScaling
 from minidist.nn.attention_pattern import pattern_blocks
@@ -154,6 +155,28 @@ def drawn_case(seed: int) -> tuple[Plan, GPTConfig, int]:
             return plan, config, 4 * plan.dp * plan.ep * plan.accumulate if sizes["ep"] > 1 else 9
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "algorithm", sorted(set(ALGORITHMS["all_reduce"]) - {"native", "shared", "hierarchical"})
+)
+def test_every_algorithm_is_counted_as_it_sends(
+    algorithm: str, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of arrays on a GPU, whose calls are a library's in the events."""
+    one_order(monkeypatch)
+    try:
+        plan = Plan(dp=3, zero=zero, algorithm=algorithm)
+    except PlanError:  # not for the verbs of ZeRO
+        plan = Plan(dp=3, algorithm=algorithm)
+    config = GPTConfig(**SMALL)
+    for rank, found in enumerate(really(plan, config, 9)):
+        trace = alone(plan, config, 9, rank)
+        close(found, trace)
+        on_gpu = run_rank(plan, config, rank, rows=9, device_kind="gpu")
+        assert sent_of(on_gpu.ledger) == sent_of(trace.ledger)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(30))
 def test_random_plans_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +195,8 @@ def test_random_plans_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         (Plan(dp=2, local_steps=25), "simulate the step of ddp without"),
         (Plan(pp=2, stage_layers="measured"), "use even"),
         (Plan(cp=3, attention="all-to-all"), "or ring"),
+        (Plan(dp=2, algorithm="shared"), "algorithm=ring"),
+        (Plan(dp=2, zero=3, algorithm="hierarchical"), "algorithm=ring"),
     ],
 )
 def test_what_a_rank_alone_cannot_know_is_said(plan: Plan, words: str) -> None:
