@@ -182,6 +182,11 @@ def _require(plan: Plan, config: GPTConfig) -> None:
             f"simulate: algorithm={plan.algorithm}: a rank that runs alone does not know which ranks "
             "share its node and memory; simulate it with algorithm=ring"
         )
+    if plan.activation_memory is not None:
+        raise PlanError(
+            "simulate: activation_memory chooses the blocks to recompute by times measured on a "
+            "machine; name them: checkpoint_blocks"
+        )
     if plan.stage_layers == "measured":
         raise PlanError(
             "simulate: stage_layers=measured times the layers on a machine; give the numbers, or "

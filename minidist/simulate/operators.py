@@ -39,6 +39,9 @@ class Operators:
     def __neg__(self) -> Any:
         return self.module.elementwise(np.negative, (self,))
 
+    def clip(self, low: Any, high: Any) -> Any:
+        return self.module.elementwise(np.maximum, (self, low))  # one pass, as a clip of numbers
+
 
 def _binary(ufunc: np.ufunc) -> Any:
     return lambda self, other: self.module.elementwise(ufunc, (self, other))

@@ -59,6 +59,7 @@ def close(found: Measured, trace: RankTrace) -> None:
         ),
         (Plan(dp=2, tp=2, zero=3, shard=1, offload="all", sequence_parallel=True), {"tied": True}),
         (Plan(pp=2, tp=2, offload="optimizer", precision="bf16"), {}),
+        (Plan(tp=2, checkpoint_blocks="all", keep_activations="8bit,shard,offload"), {}),
         (Plan(dp=2, cp=2, zero=3, accumulate=2, precision="fp16"), {"tied": True, "context": 13}),
         (Plan(ep=2, pp=2, schedule="zb-h1"), {"mixture": MixtureConfig(experts=4)}),
         (Plan(cp=3, ep=2), {"mixture": MixtureConfig(experts=4)}),  # 5, 6 and 5 tokens of 16
@@ -195,6 +196,7 @@ def test_random_plans_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         (Plan(dp=2, local_steps=25), "simulate the step of ddp without"),
         (Plan(pp=2, stage_layers="measured"), "use even"),
         (Plan(cp=3, attention="all-to-all"), "or ring"),
+        (Plan(dp=2, activation_memory=1 << 20), "name them: checkpoint_blocks"),
         (Plan(dp=2, algorithm="shared"), "algorithm=ring"),
         (Plan(dp=2, zero=3, algorithm="hierarchical"), "algorithm=ring"),
     ],
