@@ -151,7 +151,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     """Run only the first half: rank r gets the reduced chunk r of the flattened array.
 
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Workspace: two chunks
-             (none at P = 2).
+             (one at P = 3, none at P = 2).
     """
     reduce_chunks(call, split(x, call.size), out, op)
     if op.op == "mean":

@@ -102,7 +102,8 @@ def plain_data_parallel(
 
 
 # `DataParallel` below runs each replica in a thread of its own. Where this assigns arrays, it sends
-# messages that the ledger counts, so devices compute at the same time. It adds frozen weights,
+# messages that the ledger counts (comm/collectives/naive.py, by the mailboxes of
+# comm/transports/progress/mailbox.py), so devices compute at the same time. It adds frozen weights,
 # other losses, and devices without a row.
 
 EVERYTHING = 1 << 62  # bytes of a bucket that holds all parameters of a dtype

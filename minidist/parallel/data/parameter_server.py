@@ -3,9 +3,9 @@ steps.
 
 The idea. Some ranks only keep the weights. A worker takes its part of the batch, pushes its
 gradients to the servers, and pulls new weights. A server adds up the gradients that arrive, runs
-the optimizer, and sends the weights back. Workers know nothing of each other: a slow worker need
-not delay the others, and a lost worker need not end the job. But everything goes through the
-servers, and the traffic of their links grows with the number of workers.
+the optimizer, and sends the weights back. No worker needs another worker's numbers: a slow worker
+need not delay the others, and a lost worker need not end the job. But all gradients and weights go
+through the servers, and the traffic of their links grows with the number of workers.
 
                     gradients                        weights
     worker 0..N-1  ----------->  server of key k  ------------->  worker 0..N-1
@@ -32,14 +32,15 @@ Cost, per step, of keys of one dtype:
     at the end          asynchronous workers get the last weights once more: N × 4Ψ
     control             synchronous: the loss, with a Trainer two digests of the batch and, with
                         clip, the squares of the gradient's norm; asynchronous: 5 + S numbers per
-                        push, 2 per pull (data/server_messages.py)
+                        push, with a Trainer two digests more; 2 per pull
+                        (data/server_messages.py)
 
 Synchronous, below: the servers wait for all workers, and the step is that of one process on the
 whole batch. Asynchronous (data/async_parameter_server.py): each gradient is a separate update, made
 as soon as it arrives. Workers and servers may be on different kinds of device (GPU workers, CPU
 servers). Synchronous servers may keep masters, sums and state in a wider dtype than that of the
 messages: with w bytes per number sent and d in the master's dtype, a server holds (w + 4d)Ψ/S with
-Adam.
+Adam, and wΨ/S in its receive buffer.
 
 notes:   N1 DP, N3 §2
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
@@ -198,7 +199,7 @@ class ParameterServer(Strategy):
         self.parameters = [Piece(key, empty, empty, range(0)) for key, empty in empty_masters]
 
     def _weights_are_the_servers(self) -> None:
-        """Let only the servers write to the weights from now on."""
+        """Let the program write no weight from now on; pull and the update write the vectors."""
         for key in (key for shard in self.shards for key in shard.keys):
             key.keep_by("the servers")
 

@@ -1,5 +1,5 @@
-"""Gradients that no rank holds whole: each run of parameters borrows a buffer, is reduced, and
-keeps a shard.
+"""Gradients of which a rank keeps only a shard: each run of parameters borrows a buffer until it is
+reduced.
 
     lend         the first gradient of a run comes: the run gets a buffer, its parameters views of
                  it

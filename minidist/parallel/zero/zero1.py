@@ -1,5 +1,5 @@
-"""Chapter 14 · ZeRO-1: as DDP, but each rank keeps the optimizer's state of its share of the
-weights alone.
+"""Chapter 14 · ZeRO-1: as DDP, but each rank keeps the optimizer's state only of its share of the
+weights.
 
 The idea. In DDP all ranks make the same step from the same sums, each with a full copy of Adam's m
 and v. That work and that memory can be divided: rank r needs the summed gradient of its chunk only,
@@ -84,15 +84,18 @@ def plain_zero1(
 
 # `Zero1` below adds buckets and overlap at both ends: a bucket's reduce-scatter runs while backward
 # computes the next gradients, and its all-gather while the next forward computes; a weight that is
-# used waits for its own bucket alone. One step, with one copy of the state:
+# used waits only for its own bucket. One step, with one copy of the state:
 #   begin_step   forgets the gradients; no message
 #   forward      the first read of a weight waits for its bucket's all-gather, which the previous
 #                update started: ParameterArrivals._arrive (replica.py)
 #   backward     adds gradients into the buckets. In the step's last backward a bucket's last
-#                gradient starts its reduce-scatter: BucketOrder._final, _start_complete
-#                (data/buckets.py), _start_reduce, HybridSharding (shards.py), the
-#                scheme (step/scheme.py), which has the groups from ShardedReplica.__init__;
-#                the group's worker thread carries it out (CallWorker, comm/calls/async_call.py)
+#                gradient starts its reduce-scatter: BucketOrder._final (data/buckets.py; a hook,
+#                called by autograd/backward.py), _start_complete, _start_reduce, HybridSharding
+#                (shards.py), the scheme (step/scheme.py), which has the groups from
+#                ShardedReplica.__init__
+#                the group's worker thread (CallWorker, comm/calls/async_call.py) carries it out:
+#                by default reduce_scatter (comm/collectives/ring.py), by Call.exchange
+#                (comm/calls/call.py)
 #                then waits for the sums, each in this rank's chunk of its bucket: _take_sums
 #   finish_step  nothing; in a pipeline (chapter 17) a last backward, of nothing: the sums (several
 #                copies: chapter 16; offload: chapter 20)

@@ -1,8 +1,9 @@
-"""Chapter 15 · ZeRO-2: as ZeRO-1, and no rank ever holds a whole gradient.
+"""Chapter 15 · ZeRO-2: as ZeRO-1, and of the summed gradient a rank keeps only its chunk.
 
 The idea. A rank needs the summed gradient of its own chunk only, so why keep the rest? As soon as a
 bucket's last gradient is final, the bucket is reduce-scattered; each rank adds its chunk of the sum
-to its shard and frees the bucket. The whole gradient is computed, but never all of it is there:
+to its shard and frees the bucket. The whole gradient is computed, but only two of its buckets are
+there at a time:
 
     compute         forward | backward: layer 4 | layer 3          | layer 2          | … | wait | own chunk | forward
     communication   gather  |                   | reduce layer 4   | reduce layer 3   | …                    | gather
@@ -93,12 +94,15 @@ def plain_zero2(
 #                update started: ParameterArrivals._arrive (replica.py)
 #   backward     a bucket's first gradient takes a buffer: GradientShards._lend
 #                (gradient_shards.py), called by Parameter.gradient_room
-#                its last one starts the reduce-scatter: BucketOrder._final, _start_complete
-#                (data/buckets.py), _start_reduce, GradientShards.start, HybridSharding (shards.py),
-#                the scheme (step/scheme.py), which has the groups from ShardedReplica.__init__
-#                (replica.py); the group's worker thread carries it out while backward computes
-#                (CallWorker, comm/calls/async_call.py)
-#                the sum goes into the shard, the buffer is freed: GradientShards.take_sum
+#                its last one starts the reduce-scatter: BucketOrder._final (data/buckets.py; a
+#                hook, called by autograd/backward.py), _start_complete, _start_reduce,
+#                GradientShards.start, HybridSharding (shards.py), the scheme (step/scheme.py),
+#                which has the groups from ShardedReplica.__init__ (replica.py)
+#                the group's worker thread (CallWorker, comm/calls/async_call.py) carries it out
+#                while backward computes: by default reduce_scatter (comm/collectives/ring.py), by
+#                Call.exchange (comm/calls/call.py); Reduction.into (comm/calls/reduction.py) adds
+#                the next start, or the end of backward, waits for it: the sum goes into the
+#                shard, the buffer is freed: GradientShards.take_sum
 #   finish_step  nothing (several copies: chapter 16; offload: chapter 20)
 #   conclude     all-gathers the loss, then calls update
 #   update       with `clip` all-gathers the squares of the norm (step/step.py); changes this

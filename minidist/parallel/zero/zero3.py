@@ -20,7 +20,8 @@ What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
     together     16Ψ     4Ψ + 12Ψ/P    16Ψ/P: the only stage that stores nothing twice
 
 What belongs to no unit is the root: a tied embedding, used at both ends. It is gathered when a step
-begins and held until the update. Where P does not divide a unit, gathering works on copies: two
+begins and held until the update. With `free_after_forward=False` all units are whole between
+forward and backward. Where P does not divide a unit, gathering works on copies: two
 units of communication memory.
 
 Cost, a step and rank, with A backward passes, R of the Ψ parameters in the root:
@@ -131,10 +132,11 @@ def plain_zero3(
 #   begin_step      marks the shards empty; no message
 #   forward         all-gathers the root (empty unless the model is tied), unless it is there:
 #                   begin_pass
-#   forward 1       start this unit's all-gather unless prefetch did (the group's worker thread
-#                   carries it out: CallWorker, comm/calls/async_call.py); start the next units';
-#                   wait for this one: _before_forward, Unit.start_gather, Unit.wait_for_weights
-#                   (fsdp_units.py)
+#   forward 1       start this unit's all-gather unless prefetch did (the group's worker thread,
+#                   CallWorker in comm/calls/async_call.py, carries it out: by default all_gather in
+#                   comm/collectives/ring.py, by Call.exchange_blocks in comm/calls/call.py); start
+#                   the next units'; wait for this one: _before_forward, Unit.start_gather,
+#                   Unit.wait_for_weights (fsdp_units.py)
 #   forward 3       free it: _after_forward
 #   backward 1      as forward 1, in reverse order: _before_backward; autograd reads p.data again
 #                   (tape.py)

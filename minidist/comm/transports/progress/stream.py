@@ -8,6 +8,9 @@ on it, and frames are matched with receives:
                               +--------------> link ---------------+
                                                                    +--> unexpected[tag]  no receive yet: buffered
 
+start_send writes at once what the link takes, if no earlier message is queued. The rest waits in
+outgoing; later passes write it (_push).
+
 From a receive's wait() to its end: Engine.drive -> _lead (engine.py) -> _pass -> _pull, then
 
     a short message that is complete,    _take_whole -> the link's whole -> Receive.take (message.py)
