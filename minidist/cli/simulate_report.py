@@ -12,7 +12,7 @@ from minidist.simulate.sure import Sureness
 SMALLEST = 5e-4  # shares of the step below this are not told
 DAY = 86400.0
 KWH = 3.6e6
-CONTROL = "control"  # of the ledger: numbers of the step itself, from any group
+CONTROL = "control"  # the axis of the small numbers of a step: losses, norms, digests of batches
 WIDENED = (
     "fp8: training widens the bytes before each product, so that a step takes longer than with "
     "bf16; what it saves is memory"
