@@ -12,6 +12,7 @@ from minidist.simulate.sure import Sureness
 SMALLEST = 5e-4  # shares of the step below this are not told
 DAY = 86400.0
 KWH = 3.6e6
+CONTROL = "control"  # the axis of the small numbers of a step: losses, norms, digests of batches
 WIDENED = (
     "fp8: training widens the bytes before each product, so that a step takes longer than with "
     "bf16; what it saves is memory"
@@ -131,19 +132,17 @@ def _time_table(found: Simulation) -> Table:
 
 def _axes_table(found: Simulation) -> Table:
     """Return the table of axes; bytes and messages of all ranks as the real job's algorithm sends
-    them, seconds of a rank as the priced (on GPUs: native) calls take."""
+    them, seconds of a rank as the priced (on GPUs: native) calls take.
+
+    `control` has no seconds: the replay counts them under the groups that make the calls.
+    """
     columns = ("bytes, all ranks", "messages", "seconds", "rank waits")
     table = Table("axis", *(Column(name, justify="right") for name in columns), header_style="bold")
     for axis, use in found.axes.items():
         if not use.nbytes and use.exposed < SMALLEST * found.step_seconds:
             continue  # groups of scalars: their bytes stand under `control`
-        table.add_row(
-            axis,
-            size_text(use.nbytes),
-            f"{use.messages:,}",
-            f"{use.seconds:.4g}",
-            f"{use.exposed:.4g}",
-        )
+        seconds = ["-", "-"] if axis == CONTROL else [f"{use.seconds:.4g}", f"{use.exposed:.4g}"]
+        table.add_row(axis, size_text(use.nbytes), f"{use.messages:,}", *seconds)
     return table
 
 

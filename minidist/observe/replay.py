@@ -1,8 +1,9 @@
 """Chapter 24 · The replay: traces of all ranks, on one clock.
 
-Each rank runs its trace in its own order. It stands still only where it waits for a call. A call
-begins when all its ranks have come to it (a message: when its sender has) and the one before it in
-its group has ended. From that every time follows:
+Each rank runs its trace in its own order. It stands still where it waits for a call, and in the real
+`replay` also where it waits for a move or for its host. A call begins when all its ranks have come
+to it (a message: when its sender has) and the call before it in its group has ended. From that every
+time follows:
 
     rank 0   forward ····· | all_reduce starts | backward ·············· | waits ··| update
     rank 1   forward ··········· | all_reduce starts | backward ······ | waits ····| update

@@ -33,9 +33,11 @@ is full: `fill` is how many chunks of time each stage of it costs. A chunk is a 
 array, at most 1 MiB in each of 24 channels.
 
 NCCL does not measure. It chooses by a table of its own, with latencies and shares that it expects
-(`Library.expected`), and so does `Library.taken`. What the chosen way takes (`Library.seconds`)
-has other numbers where published measurements have: start, fill and LL128's share of a wire
-(clusters.toml), and trees. Lesson 24's CALIBRATION.md tells how far both are from measured times.
+(`Library.expected`), and so does `Library.taken`. `Library.seconds` says what the chosen way takes.
+Some of its numbers come from published measurements: start, fill and LL128's share of a wire
+(clusters.toml); and the constants below for LL128 in trees, for switches between nodes, and for the
+latency of a ring between nodes. Lesson 24's CALIBRATION.md tells how far both are from measured
+times.
 
 Not modelled: switches that add between nodes (SHARP), and PXN. A node whose devices are linked pair
 by pair, and no others: every device sends each other its share at once. On a torus a group that

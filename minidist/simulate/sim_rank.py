@@ -20,8 +20,11 @@ from minidist.simulate.recording import Recording
 
 
 class SimRank:
-    """One rank of a plan. Attributes: recording: what it did; lengths: tokens of a sequence, and
-    of this rank of cp's part of one: what other axes divide further.
+    """One rank of a plan.
+
+    Attributes: recording: what it did.
+                lengths: the tokens of a sequence, and how many of them this rank of cp has; one
+                number if both are equal. Other axes divide one of the two.
     """
 
     def __init__(self, plan: Plan, config: GPTConfig, rank: int, tokens: int, device: str) -> None:

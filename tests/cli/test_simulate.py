@@ -63,6 +63,12 @@ def test_the_report_fits_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path
     ):
         assert words in out
     record = json.loads(files[0].read_text())
+    axes = record["axes"]
+    assert axes["control"]["seconds"] == axes["control"]["exposed"] == 0
+    # the seconds of its calls are under their groups
+    assert any(use["seconds"] > 0 and not use["nbytes"] for use in axes.values())
+    (row,) = (line for line in out.splitlines() if "control" in line)
+    assert [cell.strip() for cell in row.split("│")][-3:-1] == ["-", "-"]
     assert (
         record["plan"]["dp"] == 2
         and record["axes"]["dp"]["nbytes"] > 0

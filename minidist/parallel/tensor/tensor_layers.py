@@ -236,7 +236,9 @@ class SplitEmbedding(Embedding):
         """All ids (…) -> (…, width)."""
         ids = positions_in("embedding", ids, self.count)
         mine = (ids >= self.rows.start) & (ids < self.rows.stop)
-        if device_of(ids) == "cuda":  # where no range is checked: other ids are looked up, as NaN
+        # positions_in checks no range on a GPU: the look-up of an id outside the vocabulary gives
+        # NaN, and every rank keeps it
+        if device_of(ids) == "cuda":
             mine |= (ids < 0) | (ids >= self.count)
         xp = array_module(ids)
         found = ops.embedding(self.weight, xp.where(mine, ids - self.rows.start, 0))

@@ -42,11 +42,14 @@ Cost, per step, all ranks together, in numbers (ring; B sequences of T tokens, L
     experts      2(P-1) × L B T E        gradients of the gates' probabilities, of E experts
                                          (chapter 18); each shared expert is a region too: 2
                                          all-reduces
-    control      with clipping one float64 a rank, three where batches are compared: each weight
-                 counts once in the norm
+    control      with clipping three float64 a rank: its part of the norm, in which each weight
+                 counts once, and two digests of its batch (these only under a Trainer). Before a
+                 Trainer's first step and each 100th: six more
 
 The messages of a step, in order; `TensorRegion.leave` is g, `enter` is f:
 
+    before     BatchMeeting                  six float64 a rank over the world, before the first step
+                                             and each 100th
     forward    SplitEmbedding        leave   B T h
                RowLinear, 2 a block  leave   B T h each
                SplitOutput.loss              maxima B T; sums and the targets' logits 2 B T
@@ -54,7 +57,7 @@ The messages of a step, in order; `TensorRegion.leave` is g, `enter` is f:
                MLP, qkv of a block   enter   B T h each
     after it   key heads, if shared          their gradients, over the ranks that hold the same
                                              head: add_up (step/model_axis.py)
-    clipping   gradient_norm                 an all-gather over tp
+    clipping   gradient_norm                 an all-gather over tp: norm, digests of the batch
     loss       none: all ranks have it
 
 N2:158 calls this volume small. It exceeds data parallel's 2(P-1) × 12 L h² as soon as B T > 3h.
