@@ -41,7 +41,9 @@ on average):
     forward      2(P-1)      keys and values, P - 1 hops
     backward     4P - 2      the same again, and their gradients, P hops
     if the block is computed again (chapter 19) the forward counts twice
-    gradients    2(P-1)Ψ once a step;   control: the loss, and with clipping the norm
+    gradients    2(P-1)Ψ once a step
+    control      one float64, the loss, and with a Trainer two digests of its batch; no norm is sent
+                 but with ZeRO
 
 Half-precision keys and values are sent as they are. Their gradients are sent in float32, because
 each hop adds to them.

@@ -28,7 +28,8 @@ tokens and heads:
     (P-1)/P × B T (2 h + 2 k)    forward: q, k, v there, y back; backward the same again, or twice
                                  if the block is computed again (chapter 19)
     so with as many key heads as heads 8(P-1)/P × B T h; a rank sends a P-th of it
-    gradients 2(P-1)Ψ once a step;   control: the loss, and with clipping the norm
+    gradients 2(P-1)Ψ once a step;   control: one float64, the loss, and with a Trainer two digests
+                                     of its batch; no norm is sent but with ZeRO
 
 notes:   N2 序列并行
 Source:  Jacobs et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of

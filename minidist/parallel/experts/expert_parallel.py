@@ -35,7 +35,8 @@ once per expert:
     experts     2(D-1) × their numbers, if D groups each hold all experts (data × experts; else D =
                 1)
     control     (P-1) E counts a layer and forward; 2(P-1) × 2 E L loads; P(P-1) for the loss, as
-                many for clipping
+                many for clipping (with a Trainer three times as many for each: two digests of the
+                batch)
 
 Routing decides R: with even loads it is (P-1)/P of k B T; if one expert gets most tokens, the other
 ranks wait for its rank. If the ranks lie on several nodes, a token is sent to each node only once
