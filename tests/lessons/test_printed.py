@@ -106,6 +106,9 @@ def test_a_table_is_printed_by_its_head_and_keeps_its_dress(tmp_path: Path) -> N
     assert printed.alike(table.lines, fresh)
     assert not printed.alike(table.lines, [line.replace("60,288", "60,289") for line in fresh])
     assert not printed.alike(table.lines, [line.replace("2.8e-06", "2.8e-04") for line in fresh])
+    assert not printed.alike(table.lines, [line.replace("2.8e-06", "0.0e+00") for line in fresh])
+    assert printed.alike(("off by 4e-16",), ["off by 0e+00"])
+    assert not printed.alike(("off by 0e+00",), ["off by 4e-16"])
     assert printed.text_lines(text, "Rows of a run\n    two\n    three\n\nfour") == ["two", "three"]
 
 
