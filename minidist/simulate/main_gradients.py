@@ -14,6 +14,7 @@ Source: Narayanan et al. 2021; Shoeybi et al. 2019 (Megatron-LM).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from minidist.observe.events import Busy, Event, GroupCall, Memory, Start
@@ -24,16 +25,20 @@ ADDED = 4.0  # bytes a weight and pass
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
-def with_float32_gradients(trace: RankTrace) -> RankTrace:
-    """Return the trace with gradients in float32."""
+def with_float32_gradients(trace: RankTrace, passes: int) -> RankTrace:
+    """Return the trace with gradients in float32. Args: passes: microbatches of a step."""
     events = [_wider(event) for event in trace.events]
-    extra = Kernel("memory", "float32", 0.0, ADDED * trace.parameters)
     segments = list(trace.segments)
-    for place in _last_of_passes(events):
-        event = events[place]
-        assert isinstance(event, Busy)
-        segments.append((*segments[event.work], (extra, 1)))  # type: ignore[call-overload]
-        events[place] = event._replace(work=len(segments) - 1)
+    for begin, end in pairwise([*trace.steps, len(events)]):
+        places = _last_of_passes(events, begin, end)
+        # a rank of several stages has a place for each, which adds the gradients of its weights
+        nbytes = ADDED * trace.parameters * passes / max(1, len(places))
+        extra = Kernel("memory", "float32", 0.0, nbytes)
+        for place in places:
+            event = events[place]
+            assert isinstance(event, Busy)
+            segments.append((*segments[event.work], (extra, 1)))  # type: ignore[call-overload]
+            events[place] = event._replace(work=len(segments) - 1)
     return replace(
         trace,
         events=events,
@@ -78,9 +83,14 @@ def _wider_row(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _last_of_passes(events: Sequence[Event]) -> list[int]:
-    """Return the places of the last work of each microbatch's backward."""
-    busy = [(place, event) for place, event in enumerate(events) if isinstance(event, Busy)]
+def _last_of_passes(events: Sequence[Event], begin: int, end: int) -> list[int]:
+    """Return the places, from `begin` to `end`, of the last work of each microbatch's backward: of
+    each of its stages on this rank."""
+    busy = [
+        (place, event)
+        for place, event in enumerate(events[begin:end], begin)
+        if isinstance(event, Busy)
+    ]
     return [
         place
         for number, (place, event) in enumerate(busy)

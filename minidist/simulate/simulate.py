@@ -101,7 +101,8 @@ def simulate(
         for rank in first_of(role_of)
     ]
     if float32_gradients and plan.precision != "fp32":
-        role_traces = [with_float32_gradients(trace) for trace in role_traces]
+        passes = plan.pieces * plan.accumulate
+        role_traces = [with_float32_gradients(trace, passes) for trace in role_traces]
     if not cluster.overlaps:
         role_traces = [without_overlap(trace) for trace in role_traces]
     used = rates or Rates.of(cluster.device)

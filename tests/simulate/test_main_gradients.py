@@ -2,12 +2,14 @@
 planner's estimates."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from minidist.errors import ConfigError
 from minidist.nn import GPTConfig
+from minidist.observe.events import Busy
 from minidist.parallel.hybrid.plan import Plan
 from minidist.plan.ranking import plan_for
 from minidist.simulate.main_gradients import _highest, with_float32_gradients
@@ -26,14 +28,46 @@ PLANS = [
 
 @pytest.mark.parametrize("options", PLANS, ids=str)
 def test_gradients_take_twice_the_bytes_and_nothing_else_more(options: dict[str, int]) -> None:
-    trace = run_rank(Plan(precision="bf16", **options), CONFIG, 0, rows=16)
+    plan = Plan(precision="bf16", **options)
+    trace = run_rank(plan, CONFIG, 0, rows=16)
     assert _highest(trace.events) == trace.peak["total"]
-    wide = with_float32_gradients(trace)
+    wide = with_float32_gradients(trace, plan.pieces * plan.accumulate)
     assert wide.peak["gradients"] == 2 * trace.peak["gradients"]
     beside = {name for name in trace.peak if wide.peak[name] != trace.peak[name]}
     assert beside == {"gradients", "total"}
     assert 0 < wide.peak["total"] - trace.peak["total"] <= trace.peak["gradients"]
     assert wide.now["total"] - trace.now["total"] == trace.now["gradients"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dp": 2, "accumulate": 3},
+        {"pp": 3, "microbatches": 4},
+        {"pp": 2, "microbatches": 2, "accumulate": 2},
+        {"pp": 3, "microbatches": 6, "schedule": "interleaved", "stages_per_rank": 2},
+        {"pp": 3, "microbatches": 6, "schedule": "zb-v"},
+        {"pp": 2, "microbatches": 4, "schedule": "dualpipe-v"},
+    ],
+    ids=str,
+)
+def test_a_step_adds_each_weights_gradient_once_a_microbatch(options: dict[str, Any]) -> None:
+    """Also where a rank has several stages, each with a backward of its own."""
+    plan = Plan(precision="bf16", **options)
+    config = replace(CONFIG, layers=6)
+    trace = run_rank(plan, config, plan.size - 1, rows=12)
+    passes = plan.pieces * plan.accumulate
+    step = trace.steps[-1]
+    plain, wide = (
+        sum(
+            times * kernel.nbytes
+            for event in each.events[step:]
+            if isinstance(event, Busy)
+            for kernel, times in each.segments[event.work]
+        )
+        for each in (trace, with_float32_gradients(trace, passes))
+    )
+    assert wide - plain == pytest.approx(4 * trace.parameters * passes)
 
 
 def test_reductions_send_twice_the_bytes_and_gathers_the_same() -> None:
