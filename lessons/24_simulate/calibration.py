@@ -5,6 +5,7 @@ constants were not fitted to.
     python lessons/24_simulate/calibration.py --rows 12        # of each source and kind of device
     python lessons/24_simulate/calibration.py --defaults       # without fits: a tenth of the time
     python lessons/24_simulate/calibration.py --collectives    # only the section on NCCL: seconds
+    python lessons/24_simulate/calibration.py --bytes          # only that on products of one byte
 
 Each row of minidist/simulate/published/*.csv that can be afforded is predicted twice: by the
 default constants, and by constants that were fitted to all other sources of the same kind of
@@ -25,6 +26,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from minidist.files import whole
+from minidist.simulate.byte_products import multiplying_bytes
 from minidist.simulate.calibrate import CONSTANTS, fit
 from minidist.simulate.few_passes import FewPasses, fewest
 from minidist.simulate.measured_calls import MIB, Constants, MeasuredCall, chosen, defaults
@@ -101,20 +103,24 @@ def affordable(run: Run, devices: int = MOST_DEVICES, passes: int = MOST_PASSES)
 
 
 def _has_kernels(run: Run) -> bool:
-    """Return whether the program that is simulated has the kernels that were measured: products of
-    bytes it has not, nor attention over heads of more than 128 columns."""
-    return run.plan.precision != "fp8" and run.config.width // run.config.heads <= 128
+    """Return whether the program that is simulated has the kernels that were measured, but for
+    products of bytes: attention over heads of more than 128 columns it has not."""
+    return run.config.width // run.config.heads <= 128
 
 
 @cache
-def rows_of(source: str, device: str) -> list[tuple[str, Run]]:
-    """Return the runs of a source on a kind of device that are predicted, with their tables."""
+def rows_of(source: str, device: str, fp8: bool = False) -> list[tuple[str, Run]]:
+    """Return the runs of a source on a kind of device that are predicted, with their tables; `fp8`:
+    those whose products multiply bytes, or the others."""
     return [
         (table, run)
         for table in tables()
         if source_of(table) == source
         for run in published(table)
-        if device_of(run) == device and affordable(run) and _has_kernels(run)
+        if device_of(run) == device
+        and (run.plan.precision == "fp8") == fp8
+        and affordable(run)
+        and _has_kernels(run)
     ]
 
 
@@ -220,7 +226,16 @@ times of vidur hold the wait for the last process.
 
 <!-- measured by: python lessons/24_simulate/calibration.py --collectives -->
 """
-NCCL_END = "<!-- end -->\n\n"
+END = "<!-- end -->\n"
+
+BYTES = """## Products of one byte
+
+The rows in fp8 come from software whose products multiply bytes. Training here widens the bytes to bf16 before a
+product, so these rows are no part of the tables above. Here they are predicted as `minidist simulate --multiply-bytes`
+does, by the default constants. Weights are rounded to bytes in each microbatch, as they are here.
+
+<!-- measured by: python lessons/24_simulate/calibration.py --bytes -->
+"""
 
 GAPS = """## Known gaps
 
@@ -230,8 +245,6 @@ GAPS = """## Known gaps
   became only 1.2 times as fast, and what held it is not stated.
 - **Kernels.** A row says where the scores of attention passed through memory (vTrain, BigScience, Narayanan et al.), at
   8 bytes a score. All other kernels are taken to be the same everywhere.
-- **Products of one byte.** Training here widens fp8 to bf16, and the simulator prices it so. The {fp8} rows in fp8 are
-  therefore not predicted.
 - **Heads of more than 128 columns** (Nemotron 340B has 192): no attention kernel here takes them, so these rows are not
   predicted either.
 - **Tensor and context parallelism that overlap.** NeMo sends parts of a product, and keys and values, while it computes
@@ -346,7 +359,7 @@ def collectives() -> str:
             by_size.append(f"| {table}, {cluster.split(':')[1]} | {' | '.join(cells)} |")
     means.append(f"| mean of the tables | | {_cells(np.nanmean(all_means, axis=0))} |")
     told = "The errors by size, and what NCCL is taken to choose:"
-    return "\n".join([NCCL, *means, "", told, "", *by_size, "", NCCL_END])
+    return "\n".join([NCCL, *means, "", told, "", *by_size, "", END])
 
 
 def mean_errors(rows: list[MeasuredCall], constants: Constants) -> list[float]:
@@ -367,18 +380,42 @@ def error_and_way(row: MeasuredCall) -> str:
     return f"{call_errors([row])[0]:+.0%}, {way}"
 
 
+def bytes_multiplied() -> str:
+    """Return the section on rows in fp8: a line for each kind of device and source."""
+    predicted = FewPasses(multiplying_bytes)
+    lines = [
+        "| device | source | rows | mean | bias | worst | which |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for device in DEVICES:
+        for source in SOURCES:
+            runs = [run for _, run in rows_of(source, device, fp8=True)]
+            if not runs:
+                continue
+            found = np.array(
+                [predicted(run, CostProfile(run.cluster.name)) / run.seconds - 1 for run in runs]
+            )
+            print(f"{device}, {source}: {len(runs)} rows in fp8", flush=True)
+            worst = runs[int(np.argmax(np.abs(found)))]
+            lines.append(
+                f"| {device} | {source} | {len(runs)} | {told(found)} | {worst.label}, "
+                f"{worst.cluster.size} |"
+            )
+    return "\n".join([BYTES, *lines, "", END])
+
+
 def write(rows: Sequence[Judged], fits: Sequence[Fit], options: str = "") -> None:
     """Write the page and the file of rows. Args: options: with which they were made."""
-    fp8 = sum(run.plan.precision == "fp8" for table in tables() for run in published(table))
     parts = [
         HEAD.format(count=FITTED_ROWS, options=options),
         summary(rows),
         "## Each table\n",
         by_table(rows),
         *(["## The constants of each fit\n", constants(fits)] if fits else []),
-        "<!-- end -->\n",
+        END,
         collectives(),
-        GAPS.format(devices=MOST_DEVICES, passes=MOST_PASSES, fp8=fp8),
+        bytes_multiplied(),
+        GAPS.format(devices=MOST_DEVICES, passes=MOST_PASSES),
     ]
     with whole(PAGE) as draft:
         draft.write_text("\n".join(parts), encoding="utf-8")
@@ -398,15 +435,22 @@ def write(rows: Sequence[Judged], fits: Sequence[Fit], options: str = "") -> Non
             )
 
 
-def write_collectives() -> None:
-    """Write the section on NCCL's calls again."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(NCCL.splitlines()[0])
+def write_section(text: str) -> None:
+    """Write a section of the page again; a new one stands before the last."""
+    page = PAGE.read_text(encoding="utf-8")
+    title = text.partition("\n")[0]
+    before, found, rest = page.partition(f"{title}\n")
+    if found:
+        after = rest[rest.index("\n## ") + 1 :]
+    else:
+        before, gaps, rest = page.rpartition("## ")
+        after = gaps + rest
     with whole(PAGE) as draft:
-        draft.write_text(before + collectives() + rest.partition(NCCL_END)[2], encoding="utf-8")
+        draft.write_text(f"{before}{text}\n{after}", encoding="utf-8")
 
 
 def main() -> None:
-    """Judge the rows that are asked for and write the page, or its section on NCCL."""
+    """Judge the rows that are asked for and write the page, or a section of it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -415,10 +459,15 @@ def main() -> None:
     parser.add_argument(
         "--collectives", action="store_true", help="write only the section on NCCL's calls again"
     )
+    parser.add_argument(
+        "--bytes", action="store_true", help="write only the section on products of one byte again"
+    )
     args = parser.parse_args()
     if args.collectives:
-        write_collectives()
-    else:
+        write_section(collectives())
+    if args.bytes:
+        write_section(bytes_multiplied())
+    if not (args.collectives or args.bytes):
         options = (f" --rows {args.rows}" if args.rows else "") + " --defaults" * args.defaults
         write(*judge(args.rows, not args.defaults), options)
 

@@ -272,9 +272,10 @@ def _profile(cluster: str, of: Cluster, names: Sequence[str], at: np.ndarray) ->
 
 class Predictor:
     """Seconds of runs by the simulator. The ranks of a run are run once; then only the clock is
-    turned again."""
+    turned again. Args: traces: as simulate's."""
 
-    def __init__(self) -> None:
+    def __init__(self, traces: Callable[..., RankTrace] = run_rank) -> None:
+        self._traces = traces
         self._ran: dict[tuple[Any, ...], RankTrace] = {}
 
     def __call__(self, run: Run, profile: CostProfile) -> float:
@@ -297,5 +298,5 @@ class Predictor:
     def _trace(self, plan: Plan, config: GPTConfig, rank: int, **options: Any) -> RankTrace:
         key = (plan, config, rank, *sorted(options.items()))
         if key not in self._ran:
-            self._ran[key] = run_rank(plan, config, rank, **options)
+            self._ran[key] = self._traces(plan, config, rank, **options)
         return self._ran[key]

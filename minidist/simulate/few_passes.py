@@ -18,18 +18,22 @@ It is no approximation: a simulated clock has no noise (tests/simulate/test_few_
 Source: Narayanan et al. 2021, §2.2.1 (time of a pipeline by its microbatches).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from minidist.simulate.calibrate import Predictor
+from minidist.simulate.one_rank import run_rank
 from minidist.simulate.rates import CostProfile
 from minidist.simulate.runs import Run
+from minidist.simulate.trace import RankTrace
 
 
 class FewPasses:
-    """Seconds of runs by the simulator, which makes only a few passes of a step."""
+    """Seconds of runs by the simulator, which makes only a few passes of a step. Args: traces: as
+    simulate's."""
 
-    def __init__(self) -> None:
-        self._predicted = Predictor()
+    def __init__(self, traces: Callable[..., RankTrace] = run_rank) -> None:
+        self._predicted = Predictor(traces)
 
     def __call__(self, run: Run, profile: CostProfile) -> float:
         passes = run.plan.pieces * run.plan.accumulate
