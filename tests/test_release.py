@@ -42,7 +42,9 @@ def test_classifiers_name_only_what_the_suite_ran_on() -> None:
     read.read(ROOT / "setup.cfg", encoding="utf-8")
     classifiers = read["metadata"]["classifiers"].split("\n")
     versions = [line for line in classifiers if re.search(r"Python :: 3\.\d", line)]
-    assert versions == [f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)]
+    assert versions == [
+        f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)
+    ]
     assert [line for line in classifiers if "Operating System" in line] == [
         "Operating System :: POSIX :: Linux"
     ]
