@@ -102,9 +102,8 @@ def affordable(run: Run, devices: int = MOST_DEVICES, passes: int = MOST_PASSES)
     return run.cluster.size <= devices and run.config.layers * simulated <= passes
 
 
-def _has_kernels(run: Run) -> bool:
-    """Return whether the program that is simulated has the kernels that were measured, but for
-    products of bytes: attention over heads of more than 128 columns it has not."""
+def _has_attention_kernel(run: Run) -> bool:
+    """Return whether there is an attention kernel here for the heads of the measured model."""
     return run.config.width // run.config.heads <= 128
 
 
@@ -120,7 +119,7 @@ def rows_of(source: str, device: str, fp8: bool = False) -> list[tuple[str, Run]
         if device_of(run) == device
         and (run.plan.precision == "fp8") == fp8
         and affordable(run)
-        and _has_kernels(run)
+        and _has_attention_kernel(run)
     ]
 
 

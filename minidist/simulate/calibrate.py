@@ -84,8 +84,8 @@ RATES = (
 )
 WIRES = ("inside.alpha", "inside.bandwidth", "between.alpha", "between.bandwidth")
 CONSTANTS = (*RATES, *WIRES)
-"""What can be fitted: rates of the device (simulate/device.py), and the wires inside nodes and
-between them."""
+"""The constants that a fit may change: rates of the device (simulate/device.py), and the wires
+inside and between nodes."""
 Predict = Callable[[Run, CostProfile], float]
 """Seconds of a run's step with a profile's constants."""
 

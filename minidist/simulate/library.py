@@ -119,13 +119,13 @@ of rings shows it for LL128."""
 SWITCH = Latency(25e-6, 0.0, 20.9 / 2.7)
 """NCCL's expectation of NVLS, and of NVLS with trees."""
 SWITCH_EXPECTED = (
-    0.9  # of in_switch: NCCL expects 5 / 6 · 0.8 of NVLink 4, of which 0.74 is reached
+    0.9  # of in_switch: NCCL expects 5 / 6 · 0.8 = 0.67 of NVLink 4, and 0.74 is reached
 )
 SWITCH_HOP = 41.0 / 2.7
 """Multiple of α of a hop between nodes with such switches, measured: `switches` on 2, 4, 8 nodes."""
 SWITCHES_SHARE = 0.91
-"""Of a switch's bandwidth, where it also sends to other nodes, measured: 469 of 480 GB/s of bus
-bandwidth, on 16 devices and on 8."""
+"""The share of a switch's bandwidth that is left where it also sends to other nodes. Measured: an
+array at 250 GB/s on 16 devices and 274 on 8 (bus bandwidth 469 and 480)."""
 CHUNKS = 24 << 20  # bytes of a device that are under way at once: 24 channels of 1 MiB
 ROUNDS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """How often the array goes round a ring; other verbs send it once along a chain."""

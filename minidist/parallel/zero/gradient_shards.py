@@ -1,5 +1,5 @@
-"""Gradients of which a rank keeps only a shard: each run of parameters borrows a buffer until it is
-reduced.
+"""Gradients of which a rank keeps only a shard. Each run of parameters borrows a buffer until its
+gradients are reduced.
 
     lend         the first gradient of a run comes: the run gets a buffer, its parameters views of
                  it
