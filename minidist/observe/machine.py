@@ -7,6 +7,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
+import minidist
 from minidist.device import blas
 from minidist.device.processor import processor
 
@@ -18,9 +19,9 @@ def machine() -> dict[str, Any]:
     only if large products use it."""
     from importlib import metadata  # with email and zipfile, which few commands need
 
-    versions = {}
+    # of the code that runs: of an old `pip install -e` the metadata name an old version
+    versions = {"minidist": minidist.__version__}
     for name in (
-        "minidist",
         "numpy",
         *(["mkl"] if blas.find() else []),
         "mpi4py",
